@@ -5,7 +5,7 @@ Other threads wait for them before they write to blocks, and steps that draft be
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 
@@ -72,7 +72,15 @@ class StepEnds:
         return ended
 
 
-def landing(transport: str, device: torch.device) -> Callable[[], None]:
+#: Returns when a device has all bytes that a transfer engine has read into its memory.
+Land: TypeAlias = Callable[[], None]
+
+
+def nothing_to_land() -> None:
+    """Implement ``Land`` where the last call of a read returns with its last byte in place."""
+
+
+def landing(transport: str, device: torch.device) -> Land:
     """Return what waits until a device has all bytes that a transfer engine has read into its memory.
 
     Over TCP, Mooncake hands bytes to CUDA in pieces of 64 KiB, on the default stream. CUDA may return from so small a
@@ -80,8 +88,8 @@ def landing(transport: str, device: torch.device) -> Callable[[], None]:
     and compared.
     """
     if transport != "tcp" or device.type != "cuda":
-        return lambda: None
-    synchronize: Callable[[], None] = torch.cuda.default_stream(device).synchronize
+        return nothing_to_land
+    synchronize: Land = torch.cuda.default_stream(device).synchronize
     return synchronize
 
 

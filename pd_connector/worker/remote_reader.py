@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Protocol, TypeAlias, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -20,6 +20,7 @@ from layout.cost import CostModel
 from layout.geometry import Region
 from layout.regions import RegionTable
 from layout.staging import CopyAreas, Schedule, schedule_reads
+from pd_connector.worker.device_fence import Land, nothing_to_land
 from pd_connector.worker.device_memory import device_memory
 from transfer.copies.reshape import reshape
 from transfer.copies.reshape.device_views import mapped_segments
@@ -66,14 +67,6 @@ class Copier(Protocol):
 
     def __call__(self, copies: Copies, /) -> None:
         """Return when all bytes are in place, visible to every thread and stream; raise if that will never be so."""
-
-
-#: Returns when the device has all bytes that its transfer engine has read.
-Land: TypeAlias = Callable[[], None]
-
-
-def nothing_to_land() -> None:
-    """Implement ``Land`` where the last call of a read returns with its last byte in place."""
 
 
 class RemoteReader:

@@ -31,13 +31,13 @@ from pd_connector.vllm.releases import installed
 from pd_connector.vllm.tracing import pull_spans
 from pd_connector.worker.caches import Cache, all_tensors, describe_caches
 from pd_connector.worker.canary import canary_pulls, canary_room
-from pd_connector.worker.device_fence import RaiseFence, StepEnds, fences, landing, no_fence
+from pd_connector.worker.device_fence import RaiseFence, StepEnds, fences, landing, no_fence, nothing_to_land
 from pd_connector.worker.host.pool import HostPool, HostQuota
 from pd_connector.worker.host.slot_pulls import LandingPulls, host_block_geometry
 from pd_connector.worker.lease_checksums import CacheChecksums, LeaseChecksums
 from pd_connector.worker.peer import ClearTails, PullContext, keep_tails
 from pd_connector.worker.pulls import Pulls
-from pd_connector.worker.remote_reader import RemoteReader, nothing_to_land
+from pd_connector.worker.remote_reader import RemoteReader
 from pd_connector.worker.transfer_engine import lender, open_engine, read_cost, transport
 from pd_connector.worker.unawaited_pulls import PrefixPulls
 from pd_connector.worker.verification import Verifier

@@ -27,7 +27,7 @@ from tests.support.examples.fake_servers import (
     stalls,
 )
 from tests.support.examples.harness import FakeServers, RawClient, ask_at_once, full_backlog, unused_url
-from tests.support.examples.minimal import BODY, Bed, MinimalProxy
+from tests.support.examples.minimal import BODY, Bed, MinimalProxy, started_bed
 from tests.support.waiting import until
 
 FILE = Path(minimal_proxy.__file__)
@@ -50,20 +50,15 @@ def servers() -> Iterator[FakeServers]:
 
 
 @pytest.fixture(scope="module")
-def shared_bed(servers: FakeServers) -> Iterator[Bed]:
-    p, d = servers.start(prefills), servers.start(decodes)
-    with MinimalProxy(p.url + "/", d.url) as proxy:
-        yield Bed(p, d, proxy)
+def shared_bed() -> Iterator[Bed]:
+    with started_bed() as bed:
+        yield bed
 
 
 @pytest.fixture
 def bed(shared_bed: Bed) -> Iterator[Bed]:
-    p, d = shared_bed.p, shared_bed.d
-    p.script, d.script = prefills, decodes
-    p.received.clear()
-    d.received.clear()
-    yield shared_bed
-    assert "Traceback" not in shared_bed.proxy.log
+    with shared_bed.used() as bed:
+        yield bed
 
 
 def message(response: httpx.Response) -> str:

@@ -5,39 +5,27 @@ Covers: examples.minimal_proxy
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import ExitStack
 
 import pytest
 
-from tests.support.examples.fake_servers import Received, Script, Wire, answers, decodes, drops, prefills, stalls
-from tests.support.examples.harness import FakeServers, RawClient, unused_url
-from tests.support.examples.minimal import BODY, Bed, MinimalProxy
+from tests.support.examples.fake_servers import Received, Script, Wire, answers, drops, stalls
+from tests.support.examples.harness import RawClient, unused_url
+from tests.support.examples.minimal import BODY, Bed, MinimalProxy, started_bed
 
 CONTROL = "[fd00::1]:8998"
 FULL = answers(429, b'{"error": "full"}', Content_Type="application/json")
 
 
 @pytest.fixture(scope="module")
-def servers() -> Iterator[FakeServers]:
-    with ExitStack() as stack:
-        yield FakeServers(stack)
-
-
-@pytest.fixture(scope="module")
-def shared_bed(servers: FakeServers) -> Iterator[Bed]:
-    p, d = servers.start(prefills), servers.start(decodes)
-    with MinimalProxy(p.url, d.url, "--control", CONTROL) as proxy:
-        yield Bed(p, d, proxy)
+def shared_bed() -> Iterator[Bed]:
+    with started_bed("--control", CONTROL) as bed:
+        yield bed
 
 
 @pytest.fixture
 def bed(shared_bed: Bed) -> Iterator[Bed]:
-    shared_bed.p.script, shared_bed.d.script = prefills, decodes
-    shared_bed.p.received.clear()
-    shared_bed.d.received.clear()
-    yield shared_bed
-    assert "Traceback" not in shared_bed.proxy.log
-    assert "never retrieved" not in shared_bed.proxy.log
+    with shared_bed.used() as bed:
+        yield bed
 
 
 def test_d_has_its_leg_while_p_computes(bed: Bed) -> None:
@@ -76,8 +64,9 @@ def test_a_p_that_fails_is_told_at_once(bed: Bed, script: Script) -> None:
     assert bed.proxy.complete().status_code == 502
 
 
-def test_a_p_that_cannot_be_reached_is_told_at_once(servers: FakeServers) -> None:
-    with MinimalProxy(unused_url(), servers.start(stalls).url, "--control", CONTROL) as proxy:
+def test_a_p_that_cannot_be_reached_is_told_at_once(bed: Bed) -> None:
+    bed.d.script = stalls
+    with MinimalProxy(unused_url(), bed.d.url, "--control", CONTROL) as proxy:
         assert proxy.complete().json()["error"]["message"] == "a server failed: ClientConnectorError"
 
 

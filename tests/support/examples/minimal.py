@@ -1,14 +1,16 @@
 """The example's router as a process between two fake servers."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
 from examples import minimal_proxy
-from tests.support.examples.fake_servers import FakeServer
-from tests.support.examples.harness import ProxyProcess
+from tests.support.examples.fake_servers import FakeServer, decodes, prefills
+from tests.support.examples.harness import FakeServers, ProxyProcess
 from tests.support.sources import ROOT
 
 BODY: dict[str, Any] = {"model": "tiny", "prompt": "a question"}
@@ -37,3 +39,22 @@ class Bed:
     p: FakeServer
     d: FakeServer
     proxy: MinimalProxy
+
+    @contextmanager
+    def used(self) -> Iterator["Bed"]:
+        """For one test: both servers are well and have had no request, and the router shows no fault of its own."""
+        self.p.script, self.d.script = prefills, decodes
+        self.p.received.clear()
+        self.d.received.clear()
+        yield self
+        assert "Traceback" not in self.proxy.log
+        assert "never retrieved" not in self.proxy.log
+
+
+@contextmanager
+def started_bed(*options: str) -> Iterator[Bed]:
+    """The router with these options, and its servers."""
+    with ExitStack() as stack:
+        servers = FakeServers(stack)
+        p, d = servers.start(prefills), servers.start(decodes)
+        yield Bed(p, d, stack.enter_context(MinimalProxy(p.url + "/", d.url, *options)))

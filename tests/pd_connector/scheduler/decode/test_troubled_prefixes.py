@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import create_autospec
 
 import msgspec
 import pytest
 
 from pd_connector.scheduler.decode.peer_prefixes import PeerPrefixes
+from pd_connector.scheduler.readers import Readers
 from tests.support.simulation.prefix_engines import FIRST, TURN, a_holder, asker, compute, hold
 from tests.support.simulation.vllm_schedulers import ClientRequest, World
 from transfer.control.messages import Find, Found
@@ -101,3 +103,19 @@ def test_what_lacks_a_block_that_is_needed_here_is_declined_and_the_peer_is_aske
     prefixes._answer = answer
     assert compute(world, finder, [*(token + 300 for token in FIRST), 1])[0] < TURN
     assert (finder.counts["prefixes: nothing"], finder.counts["prefixes: pulled"]) == (1, 1)
+
+
+def test_who_has_read_a_prompt_is_looked_for_once_and_forgotten_with_the_request(world: World) -> None:
+    """To look takes milliseconds for a long prompt, which may be asked about in every step."""
+    finder = asker(world, a_holder(world))
+    prefixes, looked = finder.role_of(PeerPrefixes), list[object]()
+    prefixes._readers = create_autospec(Readers, instance=True)
+    prefixes._readers.reader_of.side_effect = looked.append
+    finder.ask(ClientRequest("r", FIRST, 1))
+    ((_, request),) = finder.requests.values()
+    for _ in range(3):
+        prefixes._reader_of(request)
+    assert len(looked) == 1
+    world.run(5.0)
+    assert len(looked) == 1
+    assert not prefixes._reader
