@@ -14,6 +14,7 @@ from pd_connector.config import ConfigError
 from pd_connector.orders import WorkerHandshake
 from pd_connector.scheduler.prefill.producer import Producer
 from pd_connector.scheduler.scheduler import ConnectorScheduler
+from pd_connector.vllm.cache_specs import Retention
 from tests.support.connector.vllm_engine import BLOCK_TOKENS
 from tests.support.host_tier.setup import Setup, make_manager
 
@@ -98,3 +99,23 @@ def test_prefixes_that_are_not_shared_are_neither_lent_nor_asked_for(
     side = side_of("kv_both", serve_prefixes=True, peers=["127.0.0.1:1"])
     producer = next(role for role in side._roles if isinstance(role, Producer))
     assert (side._peer_prefixes is None, not producer.serves_prefixes_at) == (bool(reason), bool(reason))
+
+
+@pytest.mark.parametrize(
+    ("role", "kept", "asks"),
+    [
+        ("kv_producer", Retention(BLOCK_TOKENS, window=32), True),
+        ("kv_both", Retention(BLOCK_TOKENS, chunk=32), True),
+        ("kv_producer", Retention(BLOCK_TOKENS), False),
+        ("kv_consumer", Retention(BLOCK_TOKENS, window=32), False),
+    ],
+)
+def test_vllm_asks_before_it_frees_blocks_only_where_a_lease_would_lose_some(
+    side_of: Open, role: str, kept: Retention, asks: bool
+) -> None:
+    """It asks for every request in every step."""
+    side, manager = side_of(role, lambda _: None), make_manager(Setup())
+    side._retentions = (kept,)
+    remove = manager.coordinator.remove_skipped_blocks
+    side.bind_cache_manager(manager)
+    assert (manager.coordinator.remove_skipped_blocks != remove) is asks
