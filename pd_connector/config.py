@@ -155,6 +155,12 @@ class ConnectorConfig(BaseModel):
         "beginning of the prompt from here. Needs vLLM's prefix caching. An empty list asks only the engine "
         "that a request's prefixes_at names. Default: nobody is asked.",
     )
+    pool: str | None = Field(
+        default=None,
+        description="host:port of this machine's mooncake_client, through which engines of a model share blocks of "
+        "host memory that outlive them (docs/pool.md): what host memory lacks of a prompt is fetched from there, and "
+        "what it has is put there. Needs cpu_bytes_to_use. Default: no pool.",
+    )
     drain_timeout_s: Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)] = Field(
         default=5.0,
         description="How long a prefill engine stays up after SIGTERM and its last request, for decode engines "
@@ -202,6 +208,20 @@ class ConnectorConfig(BaseModel):
                 "transfers; set cpu_bytes_to_use, or host_transfers to 'off'"
             )
         return self
+
+    @model_validator(mode="after")
+    def _check_pool(self) -> Self:
+        if self.pool is not None and not self.cpu_bytes_to_use:
+            raise ValueError(
+                f"pool = {self.pool!r}: cpu_bytes_to_use is 0, and blocks come to a pool, and from there, by way of "
+                "host memory; set cpu_bytes_to_use, or leave pool out"
+            )
+        return self
+
+    @field_validator("pool")
+    @classmethod
+    def _check_pool_address(cls, pool: str | None) -> str | None:
+        return None if pool is None else str(parse_address(pool))
 
     @field_validator("host")
     @classmethod

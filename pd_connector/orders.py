@@ -20,7 +20,7 @@ from transfer.control.failures import AuthenticationFailed, PeerRefused
 from transfer.errors import PeerNotAllowed, TransferError
 
 _Name = TypeVar("_Name", int, str)
-_Ends = TypeVar("_Ends", "StoreEnds", "RankEnds", "CanaryEnds")
+_Ends = TypeVar("_Ends", "StoreEnds", "RankEnds", "CanaryEnds", "PoolEnds")
 
 
 def block_table(block_ids: Sequence[int]) -> BlockTable:
@@ -154,6 +154,38 @@ class StoreEnds:
         return StoreEnds(self.ranks + other.ranks, self.failed or other.failed, self.unsettled or other.unsettled)
 
 
+@dataclass(frozen=True, eq=False)
+class PoolOrder:
+    """Put blocks of host memory into the pool, or fetch blocks from there to free slots."""
+
+    pool_id: int
+    namespace: str  # of the objects' keys
+    groups: Int64Array  # shape [n]: the cache group of each block
+    slots: Int64Array  # shape [n]
+    hashes: tuple[bytes, ...]  # of each block, by which its objects are named
+    timeout_s: float  # after which nothing touches the slots any more
+
+    def __len__(self) -> int:
+        return len(self.hashes)
+
+
+@dataclass(frozen=True)
+class PoolEnds:
+    """How an order for the pool ended on the ranks that have reported it: nothing touches the slots any more."""
+
+    ranks: int
+    missing: frozenset[int] = frozenset()  # indices of blocks that were not fetched, or not put
+    failed: bool = False  # the pool does not work
+
+    @classmethod
+    def nothing(cls, order: PoolOrder) -> "PoolEnds":
+        """Return how an order ends on a rank where the pool does not work."""
+        return cls(1, frozenset(range(len(order))), failed=True)
+
+    def __add__(self, other: "PoolEnds") -> "PoolEnds":
+        return PoolEnds(self.ranks + other.ranks, self.missing | other.missing, self.failed or other.failed)
+
+
 @dataclass(frozen=True)
 class RankEnds:
     """How a pull for which no request waits ended on the ranks that have reported it: nothing writes there any more."""
@@ -246,6 +278,8 @@ class Orders:
     refusals: tuple[RefuseOrder, ...] = ()
     loads: tuple[LoadOrder, ...] = ()
     stores: tuple[StoreOrder, ...] = ()
+    fetches: tuple[PoolOrder, ...] = ()
+    puts: tuple[PoolOrder, ...] = ()
     checksums: tuple[ChecksumOrder, ...] = ()
     #: Numbers of this step, ascending over steps: at most one, if somebody waits for what it computes. Every worker
     #: returns it in the report of the same step, ``Report.steps``.
@@ -293,6 +327,8 @@ class Report:
     landings: Mapping[str, RankEnds] = field(default_factory=dict)  # by request id
     prefixes: Mapping[str, RankEnds] = field(default_factory=dict)  # by the ids in their orders
     canaries: Mapping[str, CanaryEnds] = field(default_factory=dict)  # by request id
+    fetches: Mapping[int, PoolEnds] = field(default_factory=dict)  # by pool id, as are the puts
+    puts: Mapping[int, PoolEnds] = field(default_factory=dict)
     checksums: tuple[ChecksumReport, ...] = ()
     handshakes: Mapping[WorkerRanks, WorkerHandshake] = field(default_factory=dict)  # that vLLM does not pass on
     #: Requests whose wait has ended in failure on a rank, if vLLM does not pass them on.
@@ -307,15 +343,18 @@ class Report:
         return any(getattr(self, each.name) for each in fields(self))
 
     def __add__(self, other: "Report") -> "Report":
-        stores = _sums(self.stores, other.stores)
-        landings = _sums(self.landings, other.landings)
-        prefixes = _sums(self.prefixes, other.prefixes)
-        canaries = _sums(self.canaries, other.canaries)
-        handshakes = {**self.handshakes, **other.handshakes}
-        steps = dict(Counter(self.steps) + Counter(other.steps))
-        checksums, failed = self.checksums + other.checksums, self.failed | other.failed
-        lacking = self.lacking_states | other.lacking_states
-        return Report(stores, landings, prefixes, canaries, checksums, handshakes, failed, steps, lacking)
+        summed = {
+            name: _sums(getattr(self, name), getattr(other, name))
+            for name in ("stores", "landings", "prefixes", "canaries", "fetches", "puts")
+        }
+        return Report(
+            **summed,
+            checksums=self.checksums + other.checksums,
+            handshakes={**self.handshakes, **other.handshakes},
+            failed=self.failed | other.failed,
+            steps=dict(Counter(self.steps) + Counter(other.steps)),
+            lacking_states=self.lacking_states | other.lacking_states,
+        )
 
 
 def _sums(ours: Mapping[_Name, _Ends], theirs: Mapping[_Name, _Ends]) -> dict[_Name, _Ends]:

@@ -61,6 +61,7 @@ COUNTERS = {
     "prefix_tokens": "Prompt tokens whose KV cache was pulled from an engine that held them, before the rest was "
     "computed (peers).",
     "prefix_bytes": "Bytes of KV cache pulled so, on all ranks.",
+    "pool_tokens": "Prompt tokens that were to be computed and were found in the pool instead.",
     "host_tokens": "Prompt tokens whose KV cache was loaded from host memory.",
     "host_blocks": "Blocks stored in host memory.",
 }
@@ -101,6 +102,18 @@ LABELLED = {
         "event",
         "Questions of other engines for prefixes that may be here, by event: found (and leased), nothing, refused.",
     ),
+    "pool_prompts": (
+        "event",
+        "Prompts that were looked for in the pool, by event: asked, and what came of it: fetched, nothing, late "
+        "(computing would have been faster), full (too few host blocks were free), failed.",
+    ),
+    "pool_blocks": (
+        "event",
+        "Blocks by event: put, refused (not all of it was kept), left (too many waited), fetched, gone (were to be "
+        "fetched, and were not there).",
+    ),
+    "pool_bytes": ("event", "Bytes of objects, on all ranks, by event: put, fetched."),
+    "pool_failures": ("event", "Orders of a rank in which the pool failed or was late, by event: put, fetched."),
     "control_refusals": ("cause", "Connections and messages that the control channel refused, by cause."),
 }
 #: Label values. A counter that appeared with its first event would hide that event from rate() and alerts.
@@ -118,6 +131,10 @@ LABELS: dict[str, tuple[str, ...]] = {
     "landing_fallbacks": ("full", "too_large"),
     "prefixes": ("asked", "pulled", "nothing", "late", "full", "unproven", "failed"),
     "prefixes_served": ("found", "nothing", "refused"),
+    "pool_prompts": ("asked", "fetched", "nothing", "late", "full", "failed"),
+    "pool_blocks": ("put", "refused", "left", "fetched", "gone"),
+    "pool_bytes": ("put", "fetched"),
+    "pool_failures": ("put", "fetched"),
     "control_refusals": tuple(ServerCounters().refusals),
 }
 
@@ -131,6 +148,7 @@ GAUGES = {
     "lease_oldest_age_seconds": "Age of the oldest lease that has not ended, in whole seconds.",
     "leases_in_host": "Leases that have not ended and lie in host memory.",
     "leased_blocks": "KV blocks that leases hold, each counted once.",
+    "pool_works": "Whether the pool is in use: 0 for a while after it has failed.",
     "host_blocks_cached": "Blocks in host memory that prefix lookups can find.",
     "host_blocks_lent": "Slots of host memory that cannot be evicted: of leases, and of prompts that land, wait for "
     "blocks or are being loaded.",

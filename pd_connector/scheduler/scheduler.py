@@ -11,6 +11,7 @@ from pd_connector.engine_limits import ENGINE_LIMITS, EngineLimits
 from pd_connector.orders import Destinations, Orders, Report, WorkerHandshake, WorkerRanks
 from pd_connector.params import is_decode_leg, is_prefill_leg
 from pd_connector.scheduler.block_demand import BlockDemand
+from pd_connector.scheduler.compute_rate import ComputeRate, PromptTimes
 from pd_connector.scheduler.decode.border_states import BorderStates
 from pd_connector.scheduler.decode.canaries import Canaries, NoCanaries
 from pd_connector.scheduler.decode.consumer import Consumer
@@ -20,7 +21,9 @@ from pd_connector.scheduler.decode.pulls_ahead import AheadLimits, PullsAhead
 from pd_connector.scheduler.decode.renewals import Renewals
 from pd_connector.scheduler.decode.subscriptions import FollowLimits, Subscriptions
 from pd_connector.scheduler.external_loads import ExternalLoads
+from pd_connector.scheduler.host.pool_start import open_host_tier, open_shared_pool
 from pd_connector.scheduler.host.prompt_slots import PromptSlots
+from pd_connector.scheduler.host.shared_pool import SharedPool
 from pd_connector.scheduler.host.tier import HostTier
 from pd_connector.scheduler.host_log import HostLog
 from pd_connector.scheduler.prefill.drain import Drain
@@ -47,7 +50,7 @@ from pd_connector.scheduler.workers import Workers
 from pd_connector.secret import load_keys
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.block_hashes import BlockHashes
-from pd_connector.vllm.block_pools import HostBlockPool, Leased
+from pd_connector.vllm.block_pools import Leased
 from pd_connector.vllm.cache_groups import retentions
 from pd_connector.vllm.device_blocks import DeviceBlocks
 from pd_connector.vllm.engine_config import (
@@ -57,7 +60,6 @@ from pd_connector.vllm.engine_config import (
     drafts_late,
     engine_ranks,
     kv_port,
-    max_blocks_per_step,
     max_model_len,
     steps_in_flight,
     stop_timeout_s,
@@ -144,6 +146,8 @@ class ConnectorScheduler:
         )
         self._host_log = HostLog(leases, clock)
         self._admission: RequestAdmission | None = None  # None if nobody has to wait but as vLLM says
+        self._rate = ComputeRate(clock)
+        self._pool: SharedPool | None = None  # None until workers are known, or if there is none
         self._peer_prefixes = self._make_peer_prefixes(keys) if config.peers is not None else None
         self._add_roles(leases, keys)
 
@@ -164,6 +168,8 @@ class ConnectorScheduler:
             self._roles.append(self._admission)
         if type(self._canaries) is not NoCanaries:
             self._roles.append(self._canaries)
+        if self._peer_prefixes is not None or self._config.pool is not None:
+            self._roles.append(PromptTimes(self._rate))
         self._roles += [role for role in (consumer, self._peer_prefixes) if role is not None]
 
     def bind_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
@@ -209,6 +215,8 @@ class ConnectorScheduler:
         if self._landings is not None and self._landings.must_land(request, computed_tokens):
             return None
         if self._peer_prefixes is not None and self._peer_prefixes.must_wait_for(request, computed_tokens):
+            return None
+        if self._pool is not None and self._pool.must_wait_for(request, computed_tokens):
             return None
         for role in self._roles:
             role.free_blocks()
@@ -343,8 +351,15 @@ class ConnectorScheduler:
         if self._role.reads:
             check_secrets(in_order, self._secret)
         if self._config.cpu_bytes_to_use and not any(isinstance(role, HostTier) for role in self._roles):
-            tier = self._open_host_tier(in_order)
+            tier, blocks = open_host_tier(
+                self._config, self._vllm_config, self._blocks.manager, self._retentions, in_order
+            )
             self._roles.insert(1, tier)
+            if self._config.pool is not None:
+                self._pool = open_shared_pool(
+                    self._config, blocks, tier.loans, self._retentions, in_order, self._hashes, self._rate, self._clock
+                )  # fmt: skip
+                self._roles.append(self._pool)
             if (mode := self._config.host_transfers) != "off":
                 self._check_holds_a_prompt(tier)
                 if self._consumer is not None:
@@ -459,26 +474,9 @@ class ConnectorScheduler:
             return next((hit.tokens for hit in hits if hit is not None), 0)
 
         return PeerPrefixes(
-            peers, client, self._blocks, self._retentions, self._hashes, self._canaries, held_in_host, self._clock,
-            self._readers,
+            peers, client, self._blocks, self._retentions, self._hashes, self._canaries, self._rate, held_in_host,
+            self._clock, self._readers,
         )  # fmt: skip
-
-    def _open_host_tier(self, handshakes: Sequence[WorkerHandshake]) -> HostTier:
-        mode, manager = self._config.cpu_store, self._blocks.manager
-        slots, device_blocks = min(handshake.host_slots for handshake in handshakes), manager.kv_cache_config.num_blocks
-        # At most half of the device's blocks: storing them all would not be lazy.
-        most = min(
-            max_blocks_per_step(self._vllm_config, [kept.block_tokens for kept in self._retentions]), device_blocks // 2
-        )
-        pool = HostBlockPool(self._vllm_config, manager, slots, most if mode == "lazy" else 0)
-        logger.info("PDConnector: host memory keeps up to %d blocks (%s), the device %d", slots, mode, device_blocks)
-        if mode == "eager" and slots <= device_blocks:
-            logger.warning(
-                "PDConnector: host memory is no larger than the device's KV cache, and eager stores fill it with what "
-                "the device holds too, so it will be of little use. Set cpu_bytes_to_use to several times the size of "
-                "the device's KV cache, or cpu_store to lazy"
-            )
-        return HostTier(pool, len(handshakes), mode)
 
     def _make_landings(self, mode: LandingMode, tier: HostTier, consumer: Consumer, ranks: int) -> Landings:
         logger.info(

@@ -89,6 +89,11 @@ def check_settings(
             f"peers has {READERS!r}: only an engine that prefills for others (kv_role kv_producer or kv_both) has "
             "readers; name engines as host:port"
         )
+    if config.pool is not None and vllm_config.lora_config is not None:
+        raise ConfigError(
+            f"pool = {config.pool!r}: with LoRA (--enable-lora), vLLM names blocks by their adapter, and engines "
+            "may have other adapters under one name; leave pool out"
+        )
     if config.bootstrap_port and role.produces:
         check_one_engine_per_url(vllm_config)
     _warn_of_contradictions(role, vllm_config)

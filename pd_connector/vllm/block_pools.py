@@ -9,7 +9,7 @@ from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
-from vllm.v1.core.kv_cache_utils import get_group_id, make_block_hash_with_group_id
+from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id, make_block_hash_with_group_id
 
 from layout.copies import Int64Array
 from pd_connector.vllm.block_events import BlockEvents
@@ -129,6 +129,7 @@ class HostBlockPool:
         self._finds_all = len(self.groups) == len(self.block_tokens)
         self._names_parts = self._release.names_parts and max(self.block_tokens) > self._pool.hash_block_size
         self._events = BlockEvents(device, self._pool, self._release, self.block_tokens)
+        self._news: list[BlockHashWithGroupId] | None = None  # keys that have come to be found; None if nobody asks
 
     # What is in host memory
 
@@ -150,6 +151,20 @@ class HostBlockPool:
     def holds(self, key: "BlockHashWithGroupId") -> bool:
         """Return whether a block is in host memory."""
         return key in self._found
+
+    def holding(self, keys: BlockKeys) -> "list[KVCacheBlock | None]":
+        """Return the block that is found by each key; None for one by which none is."""
+        return list(map(self._found.get, keys))
+
+    def keys_of(self, request: "Request", group: int) -> BlockKeys:
+        """Return the keys of all full blocks of a request's tokens in a cache group."""
+        hashes = self._release.block_hashes(request.block_hashes, self._pool.hash_block_size, self.block_tokens[group])
+        return tuple(map(make_block_hash_with_group_id, hashes, repeat(group)))
+
+    def take_news(self) -> "list[BlockHashWithGroupId]":
+        """Return the keys by which blocks have come to be found since the last call; the first returns none."""
+        news, self._news = self._news or [], []
+        return news
 
     def find(self, request: "Request", first_token: int, end_token: int | None = None) -> HostHit | None:
         """Return the longest run of a request's tokens from ``first_token``, a block boundary, that host memory holds.
@@ -414,6 +429,8 @@ class HostBlockPool:
                 host._block_hash = key
                 found[key] = host
                 published.append(index)
+                if self._news is not None:
+                    self._news.append(key)
         return published
 
     @property
@@ -435,6 +452,11 @@ class HostBlockPool:
         blocks = tuple({int(block.block_id): block for block in held}.values())
         self.pin(blocks)
         self.unpin(blocks)
+
+
+def group_and_hash(key: "BlockHashWithGroupId") -> tuple[int, bytes]:
+    """Return the cache group of a block, and its hash."""
+    return int(get_group_id(key)), bytes(get_block_hash(key))
 
 
 def slot_of(host: "KVCacheBlock") -> int:

@@ -31,12 +31,14 @@ from pd_connector.vllm.releases import installed
 from pd_connector.vllm.tracing import pull_spans
 from pd_connector.worker.caches import Cache, all_tensors, describe_caches
 from pd_connector.worker.canary import canary_pulls, canary_room
-from pd_connector.worker.device_fence import RaiseFence, StepEnds, fences, landing, no_fence, nothing_to_land
+from pd_connector.worker.device_fence import RaiseFence, StepEnds, fences, no_fence
 from pd_connector.worker.host.pool import HostPool, HostQuota
+from pd_connector.worker.host.pool_copies import open_pool_copies
 from pd_connector.worker.host.slot_pulls import LandingPulls, host_block_geometry
 from pd_connector.worker.lease_checksums import CacheChecksums, LeaseChecksums
 from pd_connector.worker.peer import ClearTails, PullContext, keep_tails
 from pd_connector.worker.pulls import Pulls
+from pd_connector.worker.readers import host_reader, remote_reader
 from pd_connector.worker.remote_reader import RemoteReader
 from pd_connector.worker.transfer_engine import lender, open_engine, read_cost, transport
 from pd_connector.worker.unawaited_pulls import PrefixPulls
@@ -286,7 +288,7 @@ class ConnectorWorker:
         """Register the memory of the caches, and what reads need; return what carries reads out, if there are any."""
         reads = None
         if self._role.reads:
-            reads = _remote_reader(self._config, caches.geometry, caches.tensors, on_host=caches.on_host)
+            reads = remote_reader(self._config, caches.geometry, caches.tensors, on_host=caches.on_host)
         engine.register((*caches.geometry.regions, *(reads.regions if reads is not None else ())))
         return reads
 
@@ -319,7 +321,7 @@ class ConnectorWorker:
         region = self._host.region
         staging: tuple[Region, ...] = ()
         if self._lands:
-            self._landing_reads = _host_reader(self._config, (region,))
+            self._landing_reads = host_reader(self._config, (region,))
             staging = self._landing_reads.regions
         try:
             engine.register((region, *staging))
@@ -353,6 +355,8 @@ class ConnectorWorker:
     def _start_roles(self, engine: TransferEngine, caches: "_RegisteredCaches", reads: RemoteReader | None) -> None:
         config, ranks = self._config, caches.ranks
         self._roles = [self._host] if self._host is not None else []
+        if self._host is not None and config.pool is not None:
+            self._roles.append(open_pool_copies(config, self._host, caches.geometry, self._keys, self._stats))
         checksums = self._cache_checksums(caches) if config.verify else None
         if checksums is not None and self._role.is_read:
             self._roles.append(LeaseChecksums(checksums, ranks.index))
@@ -470,29 +474,3 @@ class _RegisteredCaches:
         """Return the same caches, registered with another transfer engine."""
         geometry = replace(self.geometry, engine_address=engine.address, identity=engine.identity)
         return replace(self, geometry=geometry)
-
-
-def _remote_reader(
-    config: ConnectorConfig, geometry: WorkerGeometry, tensors: Sequence[torch.Tensor], *, on_host: bool
-) -> RemoteReader:
-    cost, staging_bytes = read_cost(config), config.tuning.staging_bytes
-    land = landing(geometry.transport, tensors[0].device) if tensors else nothing_to_land
-    if not (staging_bytes and tensors):
-        return RemoteReader(cost, geometry.regions, land=land)
-    if not on_host:
-        return RemoteReader.with_device_staging(cost, geometry.regions, staging_bytes, tensors, land)
-    try:
-        return RemoteReader.with_staging(cost, geometry.regions, staging_bytes)
-    except ValueError as error:
-        raise ConfigError(f"tuning.staging_bytes = {staging_bytes}: {error}; 0 turns staging off") from error
-
-
-def _host_reader(config: ConnectorConfig, pool: tuple[Region, ...]) -> RemoteReader:
-    """Return what reads to host memory, which the host reshapes, whatever the device is."""
-    staging_bytes = config.tuning.staging_bytes
-    if not staging_bytes:
-        return RemoteReader(read_cost(config), pool)
-    try:
-        return RemoteReader.with_staging(read_cost(config), pool, staging_bytes)
-    except ValueError as error:
-        raise ConfigError(f"tuning.staging_bytes = {staging_bytes}: {error}; 0 turns staging off") from error

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
 
-from pd_connector.orders import CanaryEnds, Cause, Destinations, Orders, RankEnds, Report
+from pd_connector.orders import CanaryEnds, Cause, Destinations, Orders, PoolEnds, RankEnds, Report
 from pd_connector.stats import StatsRecorder
 
 logger = logging.getLogger(__name__)
@@ -117,6 +117,8 @@ def fail_transfers(orders: Orders, arrivals: Arrivals) -> Report:
         landings={request_id: RankEnds(1, failed=True) for request_id in landing},
         prefixes={find_id: RankEnds(1, failed=True) for find_id in prefixes},
         canaries={order.request_id: asleep for order in orders.canaries},
+        fetches={order.pool_id: PoolEnds.nothing(order) for order in orders.fetches},
+        puts={order.pool_id: PoolEnds.nothing(order) for order in orders.puts},
     )
 
 

@@ -60,6 +60,11 @@ class ControlKeys:
         """What tells secrets apart, for use inside one engine: it allows guessing the secret offline."""
         return hashlib.blake2b(self.client.public, digest_size=8).hexdigest()
 
+    @property
+    def of_objects(self) -> bytes:
+        """The key that seals objects in a pool. 32 bytes."""
+        return hashlib.blake2b(self.server.secret, digest_size=32, person=_PURPOSE).digest()
+
     def secure_server(self, socket: zmq.Socket[bytes]) -> None:
         """Make ``socket`` accept only connections with these keys. Call this before bind.
 

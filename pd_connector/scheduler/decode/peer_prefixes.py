@@ -30,8 +30,8 @@ import msgspec
 from layout.geometry import layers_by_group
 from pd_connector.orders import Orders, PullOrder, RankEnds, Report, WorkerHandshake
 from pd_connector.params import ParamsError, RemotePrefill, check_groups, is_decode_leg, prefixes_at
+from pd_connector.scheduler.compute_rate import ComputeRate
 from pd_connector.scheduler.decode.canaries import NoCanaries, Standing
-from pd_connector.scheduler.decode.compute_rate import ComputeRate
 from pd_connector.scheduler.decode.needed_blocks import NeededBlocks
 from pd_connector.scheduler.readers import Readers
 from pd_connector.scheduler.scheduler_role import SchedulerRole
@@ -101,6 +101,7 @@ class PeerPrefixes(SchedulerRole):
         groups: Sequence[Retention],
         hashes: BlockHashes,
         canaries: NoCanaries,
+        rate: ComputeRate,
         held_in_host: "Callable[[Request, int], int]" = lambda request, computed_tokens: 0,
         clock: Callable[[], float] = time.monotonic,
         readers: Readers | None = None,
@@ -114,6 +115,7 @@ class PeerPrefixes(SchedulerRole):
             groups: what vLLM keeps of a request in every cache group.
             hashes: name the blocks.
             canaries: prove peers.
+            rate: at which prompts are computed here.
             held_in_host: returns how many tokens behind those on the device host memory holds.
             clock: monotonic, in seconds.
             readers: know who has read the beginning of a prompt here; None if they are not to be asked.
@@ -129,8 +131,7 @@ class PeerPrefixes(SchedulerRole):
         self._clock = clock
         self._ranks = 0
         self._needed = NeededBlocks(groups, ())
-        self._rate = ComputeRate(clock)
-        self._computing: dict[str, Request] = {}  # requests without a first token, by id
+        self._rate = rate
         self._asking: dict[str, _Asking] = {}  # by request
         self._pulling: dict[str, _Pulling] = {}  # by the id of the pull
         self._waiting: dict[str, _Pulling] = {}  # for the same, by request
@@ -168,8 +169,6 @@ class PeerPrefixes(SchedulerRole):
 
     def allocated(self, request: "Request", blocks: object, external_tokens: int) -> int:
         """Bring nothing. A request that is computed here may prove the peer that holds its prefix."""
-        if not request.num_output_tokens:
-            self._computing[request.request_id] = request
         remote, computed = self._to_prove.pop(request.request_id, (None, 0))
         if remote is None:
             return 0
@@ -182,10 +181,6 @@ class PeerPrefixes(SchedulerRole):
 
     def step_orders(self, scheduled: Mapping[str, int]) -> Orders:
         """Return the pulls since the last step."""
-        for request_id in [each for each, request in self._computing.items() if request.num_output_tokens]:
-            self._rate.answered(request_id)
-            del self._computing[request_id]
-        self._rate.step(scheduled)
         orders, self._orders = tuple(self._orders), []
         return Orders(prefixes=orders)
 
@@ -206,9 +201,6 @@ class PeerPrefixes(SchedulerRole):
     def finish(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> None:
         """Forget a request. A pull for it goes on: others may find the prefix."""
         request_id = request.request_id
-        if self._computing.pop(request_id, None) is not None and request.num_output_tokens:
-            self._rate.answered(request_id)
-        self._rate.forget(request_id)  # one that was preempted is computed again behind its first token
         self._asked.discard(request_id)
         self._reader.pop(request_id, None)
         self._waiting.pop(request_id, None)

@@ -2,8 +2,15 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pd_connector.orders import Orders
+from pd_connector.scheduler.scheduler_role import SchedulerRole
+
+if TYPE_CHECKING:
+    from pd_connector.vllm.types import KVCacheBlocks, Request
 
 #: Prompts of which a step computes fewer tokens say little.
 _LEAST_TOKENS = 256
@@ -73,3 +80,32 @@ class ComputeRate:
         if not self._per_second:
             return _UNKNOWN_S
         return min(max(tokens / self._per_second, _LEAST_S), _MOST_S)
+
+
+class PromptTimes(SchedulerRole):
+    """Has a ``ComputeRate`` know of this engine's requests."""
+
+    def __init__(self, rate: ComputeRate) -> None:
+        """Tell this one."""
+        self._rate = rate
+        self._computing: dict[str, Request] = {}  # requests without a first token, by id
+
+    def allocated(self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int) -> int:
+        """Bring nothing."""
+        if not request.num_output_tokens:
+            self._computing[request.request_id] = request
+        return 0
+
+    def step_orders(self, scheduled: Mapping[str, int]) -> Orders:
+        """Order nothing."""
+        for request_id in [each for each, request in self._computing.items() if request.num_output_tokens]:
+            self._rate.answered(request_id)
+            del self._computing[request_id]
+        self._rate.step(scheduled)
+        return Orders()
+
+    def finish(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> None:
+        """Forget a request."""
+        if self._computing.pop(request.request_id, None) is not None and request.num_output_tokens:
+            self._rate.answered(request.request_id)
+        self._rate.forget(request.request_id)  # one that was preempted is computed again behind its first token

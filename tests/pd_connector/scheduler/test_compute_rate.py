@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from pd_connector.scheduler.decode.compute_rate import ComputeRate
+from pd_connector.scheduler.compute_rate import ComputeRate
 from tests.support.waiting import ManualClock
 
 

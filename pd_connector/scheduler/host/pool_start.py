@@ -1,0 +1,95 @@
+"""Starts host memory, and the pool behind it, when the workers of an engine are known."""
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from layout.block_objects import object_forms
+from layout.geometry import ModelIdentity
+from pd_connector.config import ConfigError, ConnectorConfig
+from pd_connector.orders import WorkerHandshake
+from pd_connector.scheduler.compute_rate import ComputeRate
+from pd_connector.scheduler.host.loans import HostLoans
+from pd_connector.scheduler.host.shared_pool import SharedPool
+from pd_connector.scheduler.host.tier import HostTier
+from pd_connector.vllm.block_hashes import BlockHashes
+from pd_connector.vllm.block_pools import HostBlockPool
+from pd_connector.vllm.cache_specs import Retention
+from pd_connector.vllm.engine_config import max_blocks_per_step
+from transfer.peers import parse_address
+from transfer.store.mooncake_store import MooncakeStore
+
+if TYPE_CHECKING:
+    from pd_connector.vllm.types import KVCacheManager, VllmConfig
+
+logger = logging.getLogger(__name__)
+
+
+def open_host_tier(
+    config: ConnectorConfig,
+    vllm_config: "VllmConfig",
+    manager: "KVCacheManager",
+    groups: Sequence[Retention],
+    handshakes: Sequence[WorkerHandshake],
+) -> tuple[HostTier, HostBlockPool]:
+    """Return the role of host memory and its pool, as large as the smallest of the workers' parts."""
+    mode = config.cpu_store
+    slots, device_blocks = min(handshake.host_slots for handshake in handshakes), manager.kv_cache_config.num_blocks
+    # At most half of the device's blocks: storing them all would not be lazy.
+    most = min(max_blocks_per_step(vllm_config, [kept.block_tokens for kept in groups]), device_blocks // 2)
+    pool = HostBlockPool(vllm_config, manager, slots, most if mode == "lazy" else 0)
+    logger.info("PDConnector: host memory keeps up to %d blocks (%s), the device %d", slots, mode, device_blocks)
+    if mode == "eager" and slots <= device_blocks:
+        logger.warning(
+            "PDConnector: host memory is no larger than the device's KV cache, and eager stores fill it with what "
+            "the device holds too, so it will be of little use. Set cpu_bytes_to_use to several times the size of "
+            "the device's KV cache, or cpu_store to lazy"
+        )
+    return HostTier(pool, len(handshakes), mode), pool
+
+
+def open_shared_pool(
+    config: ConnectorConfig,
+    pool: HostBlockPool,
+    loans: HostLoans,
+    groups: Sequence[Retention],
+    handshakes: Sequence[WorkerHandshake],
+    hashes: BlockHashes,
+    rate: ComputeRate,
+    clock: Callable[[], float] = time.monotonic,
+) -> SharedPool:
+    """Return the role of the pool behind host memory. It is connected when it is needed.
+
+    Raises:
+        ConfigError: blocks of these caches cannot be kept as objects.
+    """
+    assert config.pool is not None, "there is no pool"
+    first = handshakes[0]
+    assert first.model is not None, "a worker tells what it has loaded"
+    try:
+        forms = object_forms(first.geometry)
+    except ValueError as error:
+        raise ConfigError(f"pool = {config.pool!r}: {error}; leave pool out") from error
+    logger.info(
+        "PDConnector: host memory is shared through the pool at %s, %d objects a block on this rank",
+        config.pool, sum(form.shares for of_group in forms for form in of_group),
+    )  # fmt: skip
+    contents = contents_of(first.model)
+    return SharedPool(
+        pool, loans, forms, groups, len(handshakes), lambda: f"{contents} {hashes.hashing}", rate,
+        partial(MooncakeStore, parse_address(config.pool), 0), clock,
+    )  # fmt: skip
+
+
+def contents_of(model: ModelIdentity) -> str:
+    """Return a digest of all that must be equal for two engines' blocks of the same tokens to be alike."""
+    # On one kind of device they are the same to the last bit. Others do not find each other's blocks.
+    numbers = sorted((each.name, sorted(each.layers), each.width, each.numbers) for each in model.numbers)
+    said = repr((
+        model.architecture, model.config_digest, model.weights_digest, model.layers, model.kv_heads, model.head_size,
+        model.model_dtype, model.cache_dtype, numbers,
+    ))  # fmt: skip
+    return hashlib.blake2b(said.encode(), digest_size=16).hexdigest()

@@ -1,0 +1,438 @@
+"""The pool behind host memory: what engines of a model have stored there, whichever computed it.
+
+A prompt that is computed here passes through these states, each at most once:
+
+    asked for --- the pool holds more ---> fetching to free slots --- all ranks have ---> found in host memory
+        '--- it holds no more, or computing would be faster -----------'--- some blocks were gone ---> fewer are found
+
+And a block that host memory has come to hold: remembered, pinned while it is copied, put. Puts are few at a time, the
+end of a prompt first, so that it is evicted from the pool first; what waits for too long is left out.
+
+A pool that fails is not asked for a while. All that is lost then is time that was granted anyway. Everything runs on
+the scheduler's thread, but the look-ups.
+"""
+
+import hashlib
+import logging
+import math
+import secrets
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from layout.block_objects import ObjectForm
+from pd_connector.orders import Orders, PoolEnds, PoolOrder, Report
+from pd_connector.params import is_decode_leg
+from pd_connector.scheduler.compute_rate import ComputeRate
+from pd_connector.scheduler.host.loans import HostLoans
+from pd_connector.scheduler.scheduler_role import SchedulerRole
+from pd_connector.stats import StatsRecorder
+from pd_connector.vllm.block_pools import BlockKeys, HostBlockPool, group_and_hash, slots_of
+from pd_connector.vllm.cache_specs import Retention
+from pd_connector.vllm.device_blocks import HeldBlocks
+from pd_connector.vllm.requests import computes_whole_prompt
+from transfer.store.interface import ObjectStore
+from transfer.store.store_thread import RETRY_S, StoreThread
+
+if TYPE_CHECKING:
+    from pd_connector.vllm.types import BlockHashWithGroupId, Request
+
+logger = logging.getLogger(__name__)
+
+#: What is computed within so long is not looked for, and never so few tokens.
+_LEAST_S, _LEAST_TOKENS = 0.02, 128
+_LOOKUP_S = 2.0
+#: Keys in one call of a look-up. All that are found are kept from eviction for a while.
+_LOOKUP_KEYS = 32
+_MAX_UNDER_WAY = 16  # requests that wait for the pool
+#: After a fetch is late, so that what has come meanwhile is found by others.
+_GRACE_S = 2.0
+_PUT_S, _PUT_BLOCKS, _MAX_PUTS = 5.0, 64, 2
+_MAX_TO_PUT = 4096  # blocks that wait
+_MAX_KNOWN = 1 << 16  # keys of blocks that need not be put
+
+
+@dataclass(frozen=True, slots=True)
+class _Asking:
+    request: "Request"
+    first: int  # tokens that the device holds already
+    least: int  # tokens from the beginning, of which the pool must hold more
+    key: "BlockHashWithGroupId"  # of the first block that is missing
+    give_up_at: float
+    answer: Future[int]  # tokens from the beginning that the pool seems to hold
+
+
+@dataclass(slots=True)
+class _Fetch:
+    """Blocks on their way to host slots. The request may have left, or not wait any longer."""
+
+    request: "Request"
+    first: int  # tokens that the device held
+    held: int  # tokens from the beginning that were found here before
+    key: "BlockHashWithGroupId"
+    give_up_at: float
+    entries: tuple[tuple[int, int], ...]  # cache group and number of each block
+    keys: BlockKeys
+    hosts: HeldBlocks  # lent
+    ends: PoolEnds
+    is_wanted: bool = True  # its contents are valid
+
+
+@dataclass(slots=True)
+class _Put:
+    keys: BlockKeys
+    hosts: HeldBlocks  # lent
+    ends: PoolEnds
+
+
+class SharedPool(SchedulerRole):
+    """Owns the look-ups in the pool, and the slots that blocks are fetched to and put from."""
+
+    def __init__(
+        self,
+        host: HostBlockPool,
+        loans: HostLoans,
+        forms: "tuple[tuple[ObjectForm, ...], ...]",
+        groups: Sequence[Retention],
+        ranks: int,
+        name_contents: Callable[[], str],
+        rate: ComputeRate,
+        open_store: Callable[[], ObjectStore],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start with nothing asked.
+
+        Args:
+            host: the host blocks.
+            loans: of them.
+            forms: of the objects of the first rank, by cache group.
+            groups: what vLLM keeps of a request in every cache group.
+            ranks: number of workers of the engine.
+            name_contents: returns what must be equal for two engines' blocks to be alike. Called once, when requests
+                have come.
+            rate: at which prompts are computed here.
+            open_store: connects to the pool, for look-ups; called on a thread.
+            clock: monotonic, in seconds.
+        """
+        self._host = host
+        self._loans = loans
+        self._forms = forms
+        self._groups = groups
+        self._ranks = ranks
+        self._name_contents = name_contents
+        self._rate = rate
+        self._clock = clock
+        self._lookups = StoreThread("pd-pool-look-up", open_store, clock)
+        self._epoch = ""  # not empty if what was put before is no longer valid
+        self._namespace = ""  # made when it is needed
+        self._unit = math.lcm(*(host.block_tokens[group] for group in host.groups))
+        self._asking: dict[str, _Asking] = {}  # by request
+        self._fetches: dict[int, _Fetch] = {}
+        self._waiting: dict[str, _Fetch] = {}  # for one of them, by request
+        self._begun: dict[BlockHashWithGroupId, _Asking | _Fetch] = {}  # by the first block that is missing
+        self._asked: set[str] = set()  # requests that are not looked up again
+        self._to_put: deque[BlockHashWithGroupId] = deque(maxlen=_MAX_TO_PUT)
+        self._puts: dict[int, _Put] = {}
+        self._known: OrderedDict[BlockHashWithGroupId, None] = OrderedDict()  # in the pool, as far as known
+        self._closed_until = -math.inf
+        self._next_id = 0
+        self._orders = Orders()
+        self._counts: Counter[tuple[str, str]] = Counter()
+        self._tokens = 0
+        host.take_news()  # from now on there are some
+
+    # Requests
+
+    def must_wait_for(self, request: "Request", computed_tokens: int) -> bool:
+        """Return whether a request must wait for what the pool holds of its prompt; look it up, if that is new.
+
+        ``computed_tokens``: those that the device holds already.
+        """
+        request_id = request.request_id
+        if (asking := self._asking.get(request_id)) is not None:
+            return self._must_wait_for_answer(asking)
+        if (fetch := self._waiting.get(request_id)) is not None:
+            if self._clock() < fetch.give_up_at:
+                return True
+            del self._waiting[request_id]
+            self._counts["pool_prompts", "late"] += 1
+        if request_id in self._asked or self._clock() < self._closed_until:
+            return False
+        return self._begin(request, computed_tokens)
+
+    def step_orders(self, scheduled: Mapping[str, int]) -> Orders:
+        """Return the fetches since the last step, and a put if few are under way."""
+        self._remember_news()
+        if self._to_put and len(self._puts) < _MAX_PUTS and self._clock() >= self._closed_until:
+            self._begin_put()
+        orders, self._orders = self._orders, Orders()
+        return orders
+
+    def settled(self, request_ids: set[str], failed: set[str], report: Report) -> None:
+        """End the fetches and puts that all ranks have reported."""
+        for pool_id, ends in report.fetches.items():
+            fetch = self._fetches[pool_id]
+            fetch.ends += ends
+            if fetch.ends.ranks >= self._ranks:
+                del self._fetches[pool_id]
+                self._end_fetch(fetch)
+        for pool_id, ends in report.puts.items():
+            put = self._puts[pool_id]
+            put.ends += ends
+            if put.ends.ranks >= self._ranks:
+                del self._puts[pool_id]
+                self._end_put(put)
+
+    def finish(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> None:
+        """Forget a request. A fetch for it goes on: others may find the prefix."""
+        self._asked.discard(request.request_id)
+        self._waiting.pop(request.request_id, None)
+        if (asking := self._asking.pop(request.request_id, None)) is not None:
+            self._forget_key(asking)
+
+    @property
+    def wants_step(self) -> bool:
+        """Whether the engine must step even without requests, to put blocks and to learn of their end."""
+        return bool(self._fetches or self._puts or (self._to_put and self._clock() >= self._closed_until))
+
+    def update_stats(self, stats: StatsRecorder) -> None:
+        """Record what was looked up, fetched and put."""
+        for (name, event), number in self._counts.items():
+            stats.count(name, number, event)
+        stats.count("pool_tokens", self._tokens)
+        stats.gauge("pool_works", float(self._clock() >= self._closed_until))
+        self._counts.clear()
+        self._tokens = 0
+
+    def reset(self) -> bool:
+        """Find nothing any more of what is in the pool: it may be no longer valid, or only for other engines."""
+        for fetch in self._fetches.values():
+            fetch.is_wanted = False
+        for asking in self._asking.values():
+            self._forget_key(asking)
+        self._asking.clear()
+        self._to_put.clear()
+        self._known.clear()
+        self._host.take_news()
+        self._epoch, self._namespace = secrets.token_hex(8), ""
+        logger.info(
+            "PDConnector: the caches were reset: until this engine restarts, it finds in the pool only what it puts "
+            "there from now on, and others do not find that"
+        )
+        return True
+
+    def close(self) -> None:
+        """Stop looking up."""
+        self._lookups.close()
+        self._lookups.join()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the books balance."""
+        held = [fetch.hosts for fetch in self._fetches.values()] + [put.hosts for put in self._puts.values()]
+        assert self._loans.are_lent(held), "blocks are fetched to, or put from, slots that are not lent"
+        assert self._asking.keys() <= self._asked, "a request is being looked up that may be looked up again"
+        under_way = {id(each) for each in (*self._asking.values(), *self._fetches.values())}
+        assert {id(each) for each in self._begun.values()} <= under_way, "what has ended is waited for"
+        assert {id(each) for each in self._waiting.values()} <= under_way, "the same, by its request"
+        assert len(self._puts) <= _MAX_PUTS, "more is put at a time than is allowed"
+
+    # Looking up
+
+    def _begin(self, request: "Request", computed_tokens: int) -> bool:
+        """Look up what a request lacks; return whether it is to wait."""
+        missing = request.num_prompt_tokens - 1 - computed_tokens
+        worth_it = math.ceil(min(max(self._rate.tokens_in(_LEAST_S), 1), _LEAST_TOKENS))
+        if missing < worth_it or is_decode_leg(request.kv_transfer_params) or computes_whole_prompt(request):
+            return False
+        hit = self._host.find(request, computed_tokens)
+        in_host = hit.tokens if hit is not None else 0
+        keys = {group: self._host.keys_of(request, group) for group in self._host.groups}
+        first = self._first_missing(keys, computed_tokens + in_host)
+        if first is None or missing - in_host < worth_it:
+            return False
+        if (same := self._begun.get(first)) is not None:
+            return self._clock() < same.give_up_at
+        if len(self._asking) + len(self._waiting) >= _MAX_UNDER_WAY:
+            return True
+        self._asked.add(request.request_id)
+        probes = self._probes(keys, computed_tokens + in_host + worth_it, request.num_prompt_tokens - 1)
+        if not probes:
+            return False
+        asking = _Asking(
+            request, computed_tokens, computed_tokens + in_host, first,
+            self._clock() + self._rate.seconds_for(missing - in_host),
+            self._lookups.submit(partial(_longest, probes), _LOOKUP_S),
+        )  # fmt: skip
+        self._asking[request.request_id] = self._begun[first] = asking
+        self._counts["pool_prompts", "asked"] += 1
+        return True
+
+    def _first_missing(self, keys: Mapping[int, BlockKeys], tokens: int) -> "BlockHashWithGroupId | None":
+        """Return the key of the block behind so many tokens, in the first cache group that has one."""
+        for group, of_group in keys.items():
+            number = tokens // self._host.block_tokens[group]
+            if number < len(of_group):
+                return of_group[number]
+        return None
+
+    def _probes(self, keys: Mapping[int, BlockKeys], least: int, most: int) -> list[tuple[int, list[str]]]:
+        """Return the ends at which a prefix may be found, longest first, and the objects that show it."""
+        probes = []
+        for end in range(most // self._unit * self._unit, least - 1, -self._unit):
+            numbers = {group: end // self._host.block_tokens[group] - 1 for group in keys}
+            if all(numbers[group] < len(of_group) for group, of_group in keys.items()):
+                shown = [self._name(of_group[numbers[group]]) for group, of_group in keys.items()]
+                probes.append((end, [name for name in shown if name]))
+        return probes
+
+    def _name(self, key: "BlockHashWithGroupId") -> str:
+        """Return the name of a block's first object on the first rank; empty if that holds no layer of the group."""
+        group, block_hash = group_and_hash(key)
+        if not self._forms[group]:
+            return ""
+        form = self._forms[group][0]
+        return form.key(self._space(), form.first_share, block_hash)
+
+    def _space(self) -> str:
+        """Return the namespace of the objects that are valid here."""
+        if not self._namespace:
+            named = f"{self._name_contents()} {self._epoch}".encode()
+            self._namespace = f"pd/{hashlib.blake2b(named, digest_size=16).hexdigest()}"
+        return self._namespace
+
+    def _must_wait_for_answer(self, asking: _Asking) -> bool:
+        """Return whether an answer is still to come, or a fetch; if not, the prompt is computed."""
+        is_late = self._clock() >= asking.give_up_at
+        if not (is_late or asking.answer.done()):
+            return True
+        del self._asking[asking.request.request_id]
+        self._forget_key(asking)
+        if is_late or asking.answer.exception() is not None:
+            self._counts["pool_prompts", "late" if is_late else "failed"] += 1
+            self._close_for_a_while()
+            return False
+        tokens = asking.answer.result()
+        if tokens <= asking.least:
+            self._counts["pool_prompts", "nothing"] += 1
+            return False
+        return self._begin_fetch(asking, tokens)
+
+    def _forget_key(self, begun: "_Asking | _Fetch") -> None:
+        if self._begun.get(begun.key) is begun:
+            del self._begun[begun.key]
+
+    def _close_for_a_while(self) -> None:
+        self._closed_until = self._clock() + RETRY_S
+        self._known.clear()  # it may come back empty
+
+    # Fetching
+
+    def _begin_fetch(self, asking: _Asking, end: int) -> bool:
+        """Fetch what host memory lacks; return whether the request is to wait for it."""
+        request = asking.request
+        entries, keys = [], []
+        for group in self._host.groups:
+            of_group = self._host.keys_of(request, group)
+            for number in self._groups[group].needed_blocks(asking.first, end)[0]:
+                if not self._host.holds(of_group[number]):
+                    entries.append((group, number))
+                    keys.append(of_group[number])
+        hosts = self._loans.lend((), len(entries)) if entries else None
+        if hosts is None:
+            self._counts["pool_prompts", "full" if entries else "nothing"] += 1
+            return False
+        fetch = _Fetch(
+            request, asking.first, asking.least, asking.key, asking.give_up_at, tuple(entries), tuple(keys), hosts,
+            PoolEnds(0),
+        )  # fmt: skip
+        order = self._order(keys, hosts, max(asking.give_up_at - self._clock(), 0) + _GRACE_S)
+        self._orders += Orders(fetches=(order,))
+        self._fetches[order.pool_id] = self._waiting[request.request_id] = self._begun[asking.key] = fetch
+        return True
+
+    def _order(self, keys: Sequence["BlockHashWithGroupId"], hosts: HeldBlocks, timeout_s: float) -> PoolOrder:
+        """Return the order for blocks, the last one first."""
+        self._next_id += 1
+        named = [group_and_hash(key) for key in reversed(keys)]
+        groups = np.array([group for group, _ in named], np.int64)
+        hashes = tuple(block_hash for _, block_hash in named)
+        return PoolOrder(self._next_id, self._space(), groups, slots_of(hosts)[::-1].copy(), hashes, timeout_s)
+
+    def _end_fetch(self, fetch: _Fetch) -> None:
+        """Let what has come on every rank be found, and give the slots back."""
+        self._waiting.pop(fetch.request.request_id, None)
+        self._forget_key(fetch)
+        if fetch.ends.failed:
+            self._close_for_a_while()
+        last = len(fetch.entries) - 1
+        came = [index for index in range(len(fetch.entries)) if last - index not in fetch.ends.missing]
+        for index in came if fetch.is_wanted else ():
+            group, number = fetch.entries[index]
+            self._know(fetch.keys[index])
+            self._host.publish_at(fetch.request, group, number, (fetch.hosts[index],))
+        hit = self._host.find(fetch.request, fetch.first)
+        self._tokens += max(fetch.first + hit.tokens - fetch.held, 0) if hit is not None else 0
+        self._counts["pool_prompts", "failed" if fetch.ends.failed else "fetched"] += 1
+        self._counts["pool_blocks", "fetched"] += len(came)
+        self._counts["pool_blocks", "gone"] += len(fetch.entries) - len(came)
+        self._loans.take_back(fetch.hosts)
+
+    # Putting
+
+    def _remember_news(self) -> None:
+        for key in self._host.take_news():
+            if key in self._known:
+                self._known.move_to_end(key)
+                continue
+            if len(self._to_put) == _MAX_TO_PUT:
+                self._counts["pool_blocks", "left"] += 1
+            self._to_put.append(key)
+
+    def _begin_put(self) -> None:
+        """Put the blocks that have come last: of a prompt, its end."""
+        taken = [self._to_put.pop() for _ in range(min(_PUT_BLOCKS, len(self._to_put)))][::-1]
+        held = [(key, host) for key, host in zip(taken, self._host.holding(tuple(taken)), strict=True) if host]
+        if not held:
+            return
+        keys, hosts = zip(*held, strict=True)
+        self._loans.lend(hosts, 0)
+        order = self._order(keys, hosts, _PUT_S)
+        self._orders += Orders(puts=(order,))
+        self._puts[order.pool_id] = _Put(keys, hosts, PoolEnds(0))
+
+    def _end_put(self, put: _Put) -> None:
+        self._loans.take_back(put.hosts)
+        if put.ends.failed:
+            self._close_for_a_while()
+        last = len(put.keys) - 1
+        for index, key in enumerate(put.keys):
+            if last - index not in put.ends.missing:
+                self._know(key)
+        self._counts["pool_blocks", "put"] += len(put.keys) - len(put.ends.missing)
+        self._counts["pool_blocks", "refused"] += len(put.ends.missing)
+
+    def _know(self, key: "BlockHashWithGroupId") -> None:
+        """Note that a block need not be put again."""
+        self._known[key] = None
+        if len(self._known) > _MAX_KNOWN:
+            self._known.popitem(last=False)
+
+
+def _longest(probes: Sequence[tuple[int, list[str]]], store: ObjectStore) -> int:
+    """Return the first of the ends whose objects all exist; 0 if there is none. On a thread."""
+    at = 0
+    while at < len(probes):
+        part = probes[at : at + max(1, _LOOKUP_KEYS // max(1, len(probes[at][1])))]
+        names = list(dict.fromkeys(name for _, shown in part for name in shown))
+        exist = dict(zip(names, store.exist(names), strict=True))
+        for end, shown in part:
+            if all(exist[name] for name in shown):
+                return end
+        at += len(part)
+    return 0

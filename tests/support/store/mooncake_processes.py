@@ -1,0 +1,93 @@
+"""A real Mooncake Store on this machine: a master, and the client process that holds the machine's objects."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.support.process import free_ports
+from tests.support.waiting import until
+from transfer.peers import Address
+
+#: How long the master keeps a client that it does not hear of.
+CLIENT_TTL_S = 3
+
+
+class MooncakeProcesses:
+    """Owner of the two processes. Each may be killed, stopped and started again."""
+
+    def __init__(self, directory: Path, held_bytes: int = 512 << 20) -> None:
+        self._directory = directory
+        self._held_bytes = held_bytes
+        self._master_port, self._client_port, self._metrics_port = free_ports(3)
+        self.master = self._start_master()
+        self.client = self._start_client()
+
+    @property
+    def address(self) -> Address:
+        """Of the client: the setting ``pool``."""
+        return Address("127.0.0.1", self._client_port)
+
+    def restart_master(self) -> None:
+        """Kill the master, and start one that knows nothing."""
+        _kill(self.master)
+        self.master = self._start_master()
+
+    def restart_client(self) -> None:
+        """Kill the client, and start one that holds nothing. The master forgets the old one."""
+        _kill(self.client)
+        time.sleep(CLIENT_TTL_S + 1)
+        self.client = self._start_client()
+
+    @contextmanager
+    def client_stopped(self) -> Iterator[None]:
+        """Stop the client, so that it answers nothing, for as long as the context lasts."""
+        self.client.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.client.send_signal(signal.SIGCONT)
+
+    def close(self) -> None:
+        """End both."""
+        for process in (self.client, self.master):
+            _kill(process)
+
+    def _start_master(self) -> "subprocess.Popen[bytes]":
+        return self._start(
+            self._master_port, "mooncake_master", "--rpc_address=127.0.0.1", f"--rpc_port={self._master_port}",
+            "--metrics_host=127.0.0.1", f"--metrics_port={self._metrics_port}", f"--client_ttl={CLIENT_TTL_S}",
+            "--default_kv_lease_ttl=500",
+        )  # fmt: skip
+
+    def _start_client(self) -> "subprocess.Popen[bytes]":
+        return self._start(
+            self._client_port, "mooncake_client", "--host=127.0.0.1", f"--port={self._client_port}",
+            f"--master_server_address=127.0.0.1:{self._master_port}", "--metadata_server=P2PHANDSHAKE",
+            f"--global_segment_size={self._held_bytes >> 20}MB", "--local_buffer_size=16MB", "--protocol=tcp",
+        )  # fmt: skip
+
+    def _start(self, port: int, program: str, *arguments: str) -> "subprocess.Popen[bytes]":
+        with (self._directory / f"{program}.log").open("ab") as log:
+            process = subprocess.Popen(
+                [str(Path(sys.executable).with_name(program)), *arguments],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                env={**os.environ, "MC_RPC_TIMEOUT_MS": "500"},
+            )  # fmt: skip
+        until(lambda: _listens(port), within_s=20)
+        return process
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as connection:
+        return connection.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _kill(process: "subprocess.Popen[bytes]") -> None:
+    process.kill()
+    process.wait()

@@ -1,0 +1,114 @@
+"""A thread with a connection to a store: what keeps a store that is slow, broken or gone away from everything else."""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from transfer.store.interface import ObjectStore, StoreFailed
+
+logger = logging.getLogger(__name__)
+
+#: For how long a store that has failed is not called.
+RETRY_S = 10.0
+_JOIN_S = 2.0
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    work: Callable[[ObjectStore], Any]
+    timeout_s: float
+    future: Future[Any]
+
+
+class StoreThread:
+    """Owns a connection to a store, and does one thing after the other with it.
+
+    The connection is opened for the first job, and anew after a failure. ``submit``, ``works`` and ``close`` never
+    block for the store.
+    """
+
+    def __init__(
+        self, name: str, open_store: Callable[[], ObjectStore], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Start the thread, of this ``name``. ``open_store`` raises StoreFailed if the store does not work."""
+        self._open_store = open_store
+        self._clock = clock
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._late_at: float | None = None  # when the job under way has taken too long
+        self._closed_until = 0.0
+        self._store: ObjectStore | None = None  # of the thread
+        self._ends = threading.Event()
+        # A call that never returns must not keep the process.
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def works(self) -> bool:
+        """Whether the store is worth a job: it has not failed just now, and what is under way is not late."""
+        late_at, now = self._late_at, self._clock()
+        return now >= self._closed_until and (late_at is None or now < late_at)
+
+    def submit(self, work: Callable[[ObjectStore], T], timeout_s: float) -> "Future[T]":
+        """Have the thread do ``work``; the result is what it returns.
+
+        It fails with StoreFailed without being begun if the store does not ``work``. ``timeout_s``: after which the
+        store counts as stuck. Whoever waits does not wait longer, and ``work`` may still go on.
+        """
+        future: Future[T] = Future()
+        if not self.works:
+            future.set_exception(StoreFailed("the pool does not answer, and is not used for a while"))
+            return future
+        self._jobs.put(_Job(work, timeout_s, future))
+        return future
+
+    def close(self) -> None:
+        """Begin nothing more."""
+        self._ends.set()
+        self._jobs.put(None)
+
+    def join(self) -> None:
+        """Wait for the thread, but not for a call that does not return."""
+        self._thread.join(_JOIN_S)
+        if self._thread.is_alive():
+            logger.warning("PDConnector: a call to the pool has not returned; its thread is left behind")
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            if self._ends.is_set() or self._clock() < self._closed_until:
+                job.future.set_exception(StoreFailed("the pool is not used"))
+                continue
+            self._late_at = self._clock() + job.timeout_s
+            try:
+                job.future.set_result(job.work(self._opened()))
+            except StoreFailed as error:
+                self._fail(error)
+                job.future.set_exception(error)
+            except Exception as error:
+                job.future.set_exception(error)
+            finally:
+                self._late_at = None
+        self._let_go()
+
+    def _opened(self) -> ObjectStore:
+        if self._store is None:
+            self._store = self._open_store()
+            logger.info("PDConnector: %s is connected to the pool", self._thread.name)
+        return self._store
+
+    def _fail(self, error: StoreFailed) -> None:
+        """Use the store no more, and no new one for a while: bytes may still come to its buffer."""
+        self._closed_until = self._clock() + RETRY_S
+        logger.warning("PDConnector: the pool is not used for %.0f s: %s", RETRY_S, error)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        store, self._store = self._store, None
+        if store is not None:
+            store.close()
