@@ -21,6 +21,7 @@ from pd_connector.vllm.cache_specs import Retention
 from pd_connector.vllm.engine_config import max_blocks_per_step
 from transfer.peers import parse_address
 from transfer.store.mooncake_store import MooncakeStore
+from transfer.store.store_thread import StoreThread
 
 if TYPE_CHECKING:
     from pd_connector.vllm.types import KVCacheManager, VllmConfig
@@ -80,7 +81,7 @@ def open_shared_pool(
     contents = contents_of(first.model)
     return SharedPool(
         pool, loans, forms, groups, len(handshakes), lambda: f"{contents} {hashes.hashing}", rate,
-        partial(MooncakeStore, parse_address(config.pool), 0), clock,
+        StoreThread("pd-pool-look-up", partial(MooncakeStore, parse_address(config.pool), 0), clock), clock,
     )  # fmt: skip
 
 

@@ -47,7 +47,8 @@ logger = logging.getLogger(__name__)
 
 #: What is computed within so long is not looked for, and never so few tokens.
 _LEAST_S, _LEAST_TOKENS = 0.02, 128
-_LOOKUP_S = 2.0
+#: A look-up that takes longer says that something is wrong with the pool.
+_SLOW_S, _LOOKUP_S = 0.5, 2.0
 #: Keys in one call of a look-up. All that are found are kept from eviction for a while.
 _LOOKUP_KEYS = 32
 _MAX_UNDER_WAY = 16  # requests that wait for the pool
@@ -64,6 +65,7 @@ class _Asking:
     first: int  # tokens that the device holds already
     least: int  # tokens from the beginning, of which the pool must hold more
     key: "BlockHashWithGroupId"  # of the first block that is missing
+    began_at: float
     give_up_at: float
     answer: Future[int]  # tokens from the beginning that the pool seems to hold
 
@@ -103,7 +105,7 @@ class SharedPool(SchedulerRole):
         ranks: int,
         name_contents: Callable[[], str],
         rate: ComputeRate,
-        open_store: Callable[[], ObjectStore],
+        lookups: StoreThread,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start with nothing asked.
@@ -117,7 +119,7 @@ class SharedPool(SchedulerRole):
             name_contents: returns what must be equal for two engines' blocks to be alike. Called once, when requests
                 have come.
             rate: at which prompts are computed here.
-            open_store: connects to the pool, for look-ups; called on a thread.
+            lookups: has a connection to the pool.
             clock: monotonic, in seconds.
         """
         self._host = host
@@ -128,7 +130,7 @@ class SharedPool(SchedulerRole):
         self._name_contents = name_contents
         self._rate = rate
         self._clock = clock
-        self._lookups = StoreThread("pd-pool-look-up", open_store, clock)
+        self._lookups = lookups
         self._epoch = ""  # not empty if what was put before is no longer valid
         self._namespace = ""  # made when it is needed
         self._unit = math.lcm(*(host.block_tokens[group] for group in host.groups))
@@ -188,6 +190,7 @@ class SharedPool(SchedulerRole):
             if put.ends.ranks >= self._ranks:
                 del self._puts[pool_id]
                 self._end_put(put)
+        self._remember_news()  # an engine without requests steps only for what is known to be put
 
     def finish(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> None:
         """Forget a request. A fetch for it goes on: others may find the prefix."""
@@ -264,9 +267,10 @@ class SharedPool(SchedulerRole):
         probes = self._probes(keys, computed_tokens + in_host + worth_it, request.num_prompt_tokens - 1)
         if not probes:
             return False
+        now = self._clock()
         asking = _Asking(
-            request, computed_tokens, computed_tokens + in_host, first,
-            self._clock() + self._rate.seconds_for(missing - in_host),
+            request, computed_tokens, computed_tokens + in_host, first, now,
+            now + self._rate.seconds_for(missing - in_host),
             self._lookups.submit(partial(_longest, probes), _LOOKUP_S),
         )  # fmt: skip
         self._asking[request.request_id] = self._begun[first] = asking
@@ -315,7 +319,8 @@ class SharedPool(SchedulerRole):
         self._forget_key(asking)
         if is_late or asking.answer.exception() is not None:
             self._counts["pool_prompts", "late" if is_late else "failed"] += 1
-            self._close_for_a_while()
+            if not is_late or self._clock() - asking.began_at >= _SLOW_S:
+                self._close_for_a_while()
             return False
         tokens = asking.answer.result()
         if tokens <= asking.least:

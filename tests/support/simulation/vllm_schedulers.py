@@ -45,6 +45,7 @@ from pd_connector.worker.worker_role import FailedBlocks
 from tests.support.connector.vllm_calls import NAMES_FAILED_REQUESTS
 from tests.support.e2e.models import DEFAULT_MODEL, write_model
 from tests.support.simulation.engine_worker import EngineWorker
+from tests.support.simulation.pooled import MODEL, PooledWorker, SimulatedPool
 from tests.support.simulation.scheduler_pulls import Peer, ScheduledPull
 from tests.support.simulation.state_groups import StateMode, States, caches, worker_with
 from tests.support.waiting import ManualClock
@@ -100,6 +101,7 @@ class World:
         self.engines: dict[int, EngineSim] = {}  # by port
         self._ports = itertools.count(1)
         self._messages: list[_UnderWay] = []
+        self.pool = SimulatedPool(self.clock)
 
     def port(self) -> int:
         return next(self._ports)
@@ -112,6 +114,7 @@ class World:
 
     def deliver(self) -> None:
         """Answer messages to engines that can be reached and have something to say; fail those out of time."""
+        self.pool.answer()
         messages, self._messages = self._messages, []
         for each in messages:
             if each.future.cancelled():
@@ -227,9 +230,12 @@ class EngineSim:
         scheduling: Literal["fcfs", "priority"] = "fcfs",
         slots: int = 0,
         states: StateMode = "",
+        pooled: bool = False,
         **settings: Any,
     ) -> None:
         """Start an engine whose host memory has so many ``slots``, in blocks; with 0, it has none.
+
+        ``pooled``: whether the world's pool is behind it.
 
         ``states``: how the model's states are kept, if it has any.
 
@@ -239,7 +245,7 @@ class EngineSim:
         self._scheduling = scheduling
         self.slots = slots
         if slots:
-            settings = {"cpu_bytes_to_use": slots, **settings}
+            settings = {"cpu_bytes_to_use": slots, **({"pool": "127.0.0.1:1"} if pooled else {}), **settings}
         self.is_cut = self.is_paused = False
         self.requests: dict[str, tuple[ClientRequest, Request]] = {}
         self.counts: Counter[str] = Counter()
@@ -257,8 +263,10 @@ class EngineSim:
         patch.object(self.side._stats, "count", self._count).start()
         self.opens_host = self.side._role.is_read and settings.get("host_transfers", "off") != "off"
         worker = worker_with(self._caches)
-        handshake = WorkerHandshake(worker, slots, worker if self.opens_host else None)
-        connector.set_xfer_handshake_metadata_pp_aware({(0, 0): HandshakeMetadata(handshake)})
+        handshake = WorkerHandshake(worker, slots, worker if self.opens_host else None, model=MODEL)
+        self.pooled = PooledWorker(world.pool, worker, self.worker.memories.host)
+        with patch("pd_connector.scheduler.host.pool_start.StoreThread", lambda *_: world.pool):
+            connector.set_xfer_handshake_metadata_pp_aware({(0, 0): HandshakeMetadata(handshake)})
         if self.side._role.is_read:
             producer = self.role_of(Producer)
             self.service: Any = producer._service
@@ -270,7 +278,7 @@ class EngineSim:
     def _count(self, name: str, number: int = 1, label: str = "") -> None:
         if name == "prompts_computed":
             self.computed[label] += number
-        if name in {"prefixes", "prefixes_served"}:
+        if name in {"prefixes", "prefixes_served", "pool_prompts", "pool_blocks"}:
             self.counts[f"{name}: {label}"] += number
 
     @property
@@ -369,11 +377,12 @@ class EngineSim:
         self._states.check_destinations(self.scheduler.kv_cache_manager.block_pool, metadata.orders.pulls)
         self.counts.update(str(order.cause) for order in metadata.orders.refusals)
         self.worker.start(metadata.orders, self.world.clock.now, self._peer_of)
+        self.pooled.start(metadata.orders)
         ends = self.worker.take_ends(self.world.clock.now)
         self._count_pulls(ends.pulls)
         self.counts.update("landed" for landing in ends.report.landings.values() if not landing.failed)
         result = self._execute(output)
-        report = ends.report + Report(steps=dict.fromkeys(metadata.orders.steps, 1))
+        report = ends.report + self.pooled.take_report() + Report(steps=dict.fromkeys(metadata.orders.steps, 1))
         result.kv_connector_output = self._connector_output(ends.done, ends.failed, report)
         return output, result
 

@@ -1,4 +1,4 @@
-"""Engines that find prefixes at each other, and come, go and forget: a model-based test on vLLM's own schedulers.
+"""Engines that find prefixes at each other and in a pool: a model-based test on vLLM's own schedulers.
 
 The simulation checks every token that a request finds in its blocks, and ``check_integrity`` after every step.
 """
@@ -27,14 +27,17 @@ class PrefixMachine(RuleBasedStateMachine):
         transfers=st.sampled_from(["off", "auto"]),
         outputs=st.sampled_from([1, 30]),
         states=st.sampled_from(["", "align"]),
+        pooled=st.booleans(),
     )
-    def start(self, blocks: int, slots: int, hosts: str, transfers: str, outputs: int, states: StateMode) -> None:
+    def start(
+        self, blocks: int, slots: int, hosts: str, transfers: str, outputs: int, states: StateMode, *, pooled: bool
+    ) -> None:
         self.world, self.outputs, self.number = World(), outputs, 0
         settings: dict[str, Any] = {"host_transfers": transfers}
         self.engines = {
             name: EngineSim(
                 self.world, role, blocks * (1 + bool(states)), "fail", states=states, serve_prefixes=True,
-                slots=slots if name in hosts else 0,
+                slots=slots if name in hosts else 0, pooled=pooled and name in hosts,
                 peers=[f"{HOST}:{port}" for port in (1, 2, 3) if port != own],
                 **(settings if slots and name in hosts else {}),
             )
@@ -73,6 +76,15 @@ class PrefixMachine(RuleBasedStateMachine):
     def cut_or_mend(self, name: str) -> None:
         self.engines[name].is_cut = not self.engines[name].is_cut
 
+    @rule(trouble=st.sampled_from(["fails", "is_stuck", "loses"]))
+    def trouble_the_pool(self, trouble: str) -> None:
+        """It fails, answers nothing, or is mended; or it has lost some of its objects."""
+        pool = self.world.pool
+        if trouble == "loses":
+            pool.lose(every=3)
+        else:
+            setattr(pool, trouble, not getattr(pool, trouble))
+
     @rule(name=st.sampled_from(NAMES))
     def forget(self, name: str) -> None:
         """vLLM resets its prefix cache, or tries to."""
@@ -100,6 +112,7 @@ class PrefixMachine(RuleBasedStateMachine):
             return
         for engine in self.engines.values():
             engine.is_cut = False
+        self.world.pool.fails = self.world.pool.is_stuck = False
         self.world.run_to_the_end(60.0, 10.0)
         ended = {request.ended for request in self.asked}
         for pause_s in (0.0, 200.0):  # late questions are answered, and leases that nobody took expire

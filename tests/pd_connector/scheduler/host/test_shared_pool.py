@@ -1,0 +1,241 @@
+"""Prompts that are found in a pool, on vLLM's own schedulers: who waits for it, what is found, and what it may cost."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from pd_connector.scheduler.host.shared_pool import SharedPool
+from tests.support.simulation.prefix_engines import BLOCK, FIRST, TURN, compute, take_all_blocks
+from tests.support.simulation.vllm_schedulers import ClientRequest, EngineSim, World
+from transfer.store.store_thread import RETRY_S
+
+FULL = TURN // BLOCK * BLOCK
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World()
+    yield world
+    world.close()
+
+
+def an_engine(world: World, slots: int = 100, blocks: int = 60, **settings: object) -> EngineSim:
+    return EngineSim(world, "kv_producer", blocks, slots=slots, pooled=True, **settings)  # type: ignore[arg-type]
+
+
+def fill(world: World) -> EngineSim:
+    """An engine computes a prompt, all of which comes to the pool."""
+    writer = an_engine(world)
+    compute(world, writer, FIRST)
+    for _ in range(40):
+        world.step()
+    assert counted(writer, "pool_blocks: put") == TURN // BLOCK == len(world.pool.objects)
+    return writer
+
+
+def counted(engine: EngineSim, what: str) -> int:
+    engine.side.update_stats()
+    return engine.counts[what]
+
+
+def slow_down(engine: EngineSim) -> None:
+    """Let the engine think that it computes slowly, so that more is worth waiting for: a step is hardly any time here."""
+    engine.side._rate._per_second = 500.0
+
+
+def pool_of(engine: EngineSim) -> SharedPool:
+    role: SharedPool = engine.role_of(SharedPool)
+    return role
+
+
+class TestFinding:
+    def test_another_engine_computes_only_what_the_pool_lacks(self, world: World) -> None:
+        fill(world)
+        reader = an_engine(world)
+        computed, _ = compute(world, reader, [*FIRST, *range(5000, 5100)])
+        assert computed == TURN + 100 - FULL
+        assert counted(reader, "pool_prompts: fetched") == 1
+        assert counted(reader, "pool_blocks: fetched") == TURN // BLOCK
+
+    def test_an_engine_finds_what_it_has_lost_itself(self, world: World) -> None:
+        writer = fill(world)
+        take_all_blocks(world, writer)
+        for part in range(4):
+            compute(world, writer, [3000 + part] * 400)
+        slow_down(writer)
+        computed, _ = compute(world, writer, [*FIRST, 1])
+        assert computed == TURN + 1 - FULL
+
+    def test_what_host_memory_holds_is_not_fetched(self, world: World) -> None:
+        fill(world)
+        reader = an_engine(world)
+        compute(world, reader, FIRST[:48])
+        for _ in range(20):
+            world.step()
+        take_all_blocks(world, reader)
+        slow_down(reader)
+        compute(world, reader, [*FIRST, 1])
+        assert counted(reader, "pool_blocks: fetched") == (FULL - 48) // BLOCK
+
+    def test_the_last_token_is_computed(self, world: World) -> None:
+        fill(world)
+        reader = an_engine(world)
+        computed, _ = compute(world, reader, FIRST[:FULL])
+        assert computed == BLOCK
+
+    def test_short_prompts_and_decode_legs_are_not_looked_up(self, world: World) -> None:
+        writer = fill(world)
+        world.pool.looked_up.clear()
+        reader = EngineSim(world, "kv_consumer", 60, slots=100, pooled=True)
+        compute(world, reader, FIRST[:100])
+        request = ClientRequest("legs", [*FIRST, 1], 1, reader)
+        writer.ask(request)
+        world.run(20.0)
+        assert request.ended == "finished"
+        assert not world.pool.looked_up
+        assert counted(reader, "pool_prompts: asked") == 0
+
+    def test_the_longest_prefix_is_looked_for_from_its_end_in_small_calls(self, world: World) -> None:
+        fill(world)
+        reader = an_engine(world)
+        compute(world, reader, FIRST)
+        assert len(world.pool.looked_up) <= 32
+
+    def test_what_is_gone_shortens_the_prefix(self, world: World) -> None:
+        fill(world)
+        world.pool.lose(every=5)  # the first put is the last block
+        reader = an_engine(world)
+        computed, _ = compute(world, reader, [*FIRST, 1])
+        assert 0 < counted(reader, "pool_blocks: gone") < TURN // BLOCK
+        assert TURN + 1 - FULL < computed < TURN + 1
+
+    def test_two_requests_for_the_same_fetch_it_once(self, world: World) -> None:
+        fill(world)
+        reader = an_engine(world)
+        requests = [ClientRequest(f"same{number}", [*FIRST, number], 1) for number in range(3)]
+        for request in requests:
+            reader.ask(request)
+        world.run(20.0)
+        assert [request.ended for request in requests] == ["finished"] * 3
+        assert counted(reader, "pool_prompts: asked") == 1
+        assert all(reader.computed_of[f"same{number}-d"] == TURN + 1 - FULL for number in range(3))
+
+    def test_states_come_with_their_borders(self, world: World) -> None:
+        writer = an_engine(world, blocks=120, states="align")
+        compute(world, writer, FIRST)
+        for _ in range(40):
+            world.step()
+        reader = an_engine(world, blocks=120, states="align")
+        computed, _ = compute(world, reader, [*FIRST, *range(5000, 5100)])
+        assert computed < TURN
+
+
+class TestPutting:
+    def test_what_was_fetched_is_not_put_again(self, world: World) -> None:
+        fill(world)
+        reader = an_engine(world)
+        compute(world, reader, FIRST)
+        for _ in range(40):
+            world.step()
+        assert counted(reader, "pool_blocks: put") == 0
+
+    def test_the_end_of_a_prompt_is_put_first(self, world: World) -> None:
+        fill(world)
+        keys = list(world.pool.objects)
+        reader = an_engine(world)
+        compute(world, reader, [*FIRST, 1])
+        assert keys[0] == world.pool.looked_up[0], "the last block is the first that was put"
+
+    def test_slots_are_given_back(self, world: World) -> None:
+        assert fill(world).slots_in_use == 0
+
+    def test_an_idle_engine_puts_what_is_left(self, world: World) -> None:
+        writer = an_engine(world, slots=400, blocks=400)
+        for number in range(8):
+            compute(world, writer, [7000 + number] * 400)
+        for _ in range(100):
+            world.step()
+        assert counted(writer, "pool_blocks: put") == 8 * 25
+        assert not writer.side.wants_step()
+
+
+class TestTrouble:
+    def test_a_pool_that_fails_costs_nothing_but_the_look_up(self, world: World) -> None:
+        fill(world)
+        world.pool.fails = True
+        reader = an_engine(world)
+        assert compute(world, reader, FIRST)[0] == TURN
+        world.pool.fails = False
+        assert compute(world, reader, [*FIRST, 1])[0] < TURN, "its device has it"
+        assert counted(reader, "pool_prompts: asked") == 1, "it is left alone for a while"
+        world.clock.advance(RETRY_S)
+        assert compute(world, reader, range_from(9000))[0] == TURN
+        assert counted(reader, "pool_prompts: asked") == 2
+
+    def test_a_pool_that_does_not_answer_costs_no_more_time_than_computing(self, world: World) -> None:
+        fill(world)
+        world.pool.is_stuck = True
+        reader = an_engine(world)
+        began = world.clock.now
+        assert compute(world, reader, FIRST)[0] == TURN
+        assert world.clock.now - began < 1.5
+        began = world.clock.now
+        compute(world, reader, range_from(9000))
+        assert world.clock.now - began < 0.3, "it is not asked again"
+
+    def test_a_fetch_that_fails_gives_its_slots_back(self, world: World) -> None:
+        fill(world)
+        reader = an_engine(world)
+        request = ClientRequest("r", list(FIRST), 1)
+        reader.ask(request)
+        while not pool_of(reader)._fetches:
+            world.step()
+        world.pool.fails = True
+        world.run(20.0)
+        assert request.ended == "finished"
+        assert reader.computed_of["r-d"] == TURN
+        for _ in range(100):
+            world.step()
+        assert reader.slots_in_use == 0
+
+    def test_a_request_that_leaves_meanwhile_leaves_the_prefix_to_others(self, world: World) -> None:
+        fill(world)
+        reader = an_engine(world)
+        reader.ask(ClientRequest("gone", list(FIRST), 1))
+        while not pool_of(reader)._fetches:
+            world.step()
+        reader.abort("gone-d")
+        for _ in range(20):
+            world.step()
+        assert compute(world, reader, [*FIRST, 1])[0] == TURN + 1 - FULL
+        assert counted(reader, "pool_prompts: asked") == 1
+
+    def test_without_free_slots_the_prompt_is_computed(self, world: World) -> None:
+        fill(world)
+        reader = an_engine(world, slots=8)
+        assert compute(world, reader, FIRST)[0] == TURN
+        assert counted(reader, "pool_prompts: full") == 1
+
+    def test_nothing_from_before_a_reset_is_found(self, world: World) -> None:
+        writer = fill(world)
+        assert writer.scheduler.reset_prefix_cache(reset_connector=True)
+        assert compute(world, writer, [*FIRST, 1])[0] == TURN + 1
+        for _ in range(40):
+            world.step()
+        assert len(world.pool.objects) == 2 * (TURN // BLOCK), "what it puts from now on has other names"
+        other = an_engine(world)
+        assert compute(world, other, [*FIRST, 2])[0] == TURN + 1 - FULL, "others find what they found before"
+
+    def test_what_is_fetched_during_a_reset_is_not_found(self, world: World) -> None:
+        fill(world)
+        reader = an_engine(world)
+        reader.ask(ClientRequest("r", list(FIRST), 1))
+        while not pool_of(reader)._fetches:
+            world.step()
+        reader.scheduler.reset_prefix_cache(reset_connector=True)
+        world.run(20.0)
+        assert reader.computed_of["r-d"] == TURN
+
+
+def range_from(first: int) -> list[int]:
+    return list(range(first, first + TURN))
