@@ -14,6 +14,7 @@ Public modules:
     conversion      a one-line summary of what a plan converts, for logs
     cost            the cost model of reads and copies
     staging         fewer, wider reads into a buffer, and the copies out of it
+    block_objects   blocks as objects that engines of any tensor parallel size share
     host_blocks     where a block lies in host memory
     host_slots      host memory as a cache that can be read from and into
     states          which states of a request a block table has
@@ -24,6 +25,7 @@ Public modules:
 """
 
 __all__ = [
+    "block_objects",
     "checksums",
     "compatibility",
     "context_parallel",

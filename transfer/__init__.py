@@ -4,6 +4,7 @@ Usable on its own, together with ``layout``. Public packages and modules, each i
 
     engine   one-sided reads from a peer's memory: the contract in ``interface``, Mooncake (TCP, RDMA, Ascend)
     control  the protocol between decode and prefill engines (see ``messages``): ``server``, ``client``, ``keys``
+    store    a pool of objects that engines share: the contract in ``interface``, Mooncake Store behind it
     copies   work on bytes in local memory: ``batch`` between host and device, ``reshape``, ``checksums``
     memory   host memory: plain, pinned, or lent out in slots
     numa     the NUMA node of memory: named, and asked for
@@ -11,4 +12,4 @@ Usable on its own, together with ``layout``. Public packages and modules, each i
     errors   exceptions that all parts share
 """
 
-__all__ = ["control", "copies", "engine", "errors", "memory", "numa", "peers"]
+__all__ = ["control", "copies", "engine", "errors", "memory", "numa", "peers", "store"]

@@ -38,6 +38,11 @@ The control channel (``transfer/control``):
     control.zmtp            ZeroMQ's wire protocol by hand
     control.junk            messages and connections of a stranger's choice
 
+The pool (``transfer/store``):
+    store.in_memory         a store in this process, which fails, hangs and forgets
+    store.object_slots      a rank of the oracle with host slots, and the objects of the blocks in them
+    store.mooncake_processes  a real Mooncake Store: a master, and the client process of this machine
+
 Devices (``transfer/copies/batch``, ``tests/npu_sim``):
     devices.fake_cuda       a CUDA driver in Python
     devices.cuda_worker     a rank's caches, its model's stream and its copies to host memory, on that driver
@@ -126,6 +131,7 @@ Simulations of many engines (``test_state_machine``, ``test_progress``) and of o
     simulation.prefill_works  what the steps of that engine are to compute, token by token
     simulation.scheduler_pulls  a pull as a worker makes it, in steps
     simulation.state_groups  states of recurrent layers in the engines of ``vllm_schedulers``, each block checked
+    simulation.pooled       a pool that engines of ``vllm_schedulers`` share, and their workers' part in it
     simulation.prefix_engines  engines of ``vllm_schedulers`` that find prefixes at each other
     simulation.engine_worker  a worker's device and host memory, token by token, and what is under way to them
     simulation.vllm_schedulers  engines around vLLM's own schedulers and our scheduler side, with such workers

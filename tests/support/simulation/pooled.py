@@ -17,7 +17,7 @@ from tests.support.waiting import ManualClock
 from transfer.store.interface import ObjectStore, Piece, StoreFailed
 from transfer.store.store_thread import StoreThread
 
-MODEL = ModelIdentity("A", "config", "weights", 1, 1, 1, "float32", "auto")
+POOLED_MODEL = ModelIdentity("A", "config", "weights", 1, 1, 1, "float32", "auto")
 
 
 class SimulatedPool(ObjectStore, StoreThread):

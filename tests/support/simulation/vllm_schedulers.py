@@ -45,7 +45,7 @@ from pd_connector.worker.worker_role import FailedBlocks
 from tests.support.connector.vllm_calls import NAMES_FAILED_REQUESTS
 from tests.support.e2e.models import DEFAULT_MODEL, write_model
 from tests.support.simulation.engine_worker import EngineWorker
-from tests.support.simulation.pooled import MODEL, PooledWorker, SimulatedPool
+from tests.support.simulation.pooled import POOLED_MODEL, PooledWorker, SimulatedPool
 from tests.support.simulation.scheduler_pulls import Peer, ScheduledPull
 from tests.support.simulation.state_groups import StateMode, States, caches, worker_with
 from tests.support.waiting import ManualClock
@@ -263,7 +263,7 @@ class EngineSim:
         patch.object(self.side._stats, "count", self._count).start()
         self.opens_host = self.side._role.is_read and settings.get("host_transfers", "off") != "off"
         worker = worker_with(self._caches)
-        handshake = WorkerHandshake(worker, slots, worker if self.opens_host else None, model=MODEL)
+        handshake = WorkerHandshake(worker, slots, worker if self.opens_host else None, model=POOLED_MODEL)
         self.pooled = PooledWorker(world.pool, worker, self.worker.memories.host)
         with patch("pd_connector.scheduler.host.pool_start.StoreThread", lambda *_: world.pool):
             connector.set_xfer_handshake_metadata_pp_aware({(0, 0): HandshakeMetadata(handshake)})

@@ -9,60 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layout.block_objects import ObjectError, ObjectForm, object_forms
-from layout.geometry import Region
-from layout.host_blocks import HostLayout, host_layout
-from layout.host_slots import slot_geometry
 from tests.support.layout.oracle import WHOLE_HEADS, Engine, Model, Rank, Table, build
 from tests.support.layout.strategies import INDEXER, SCALE, thorough, tp_sizes
-from transfer.copies.reshape.reshape import run_copies
+from tests.support.store.object_slots import HostSlots
 from transfer.store.slot_objects import HEADER_BYTES, KEY_BYTES, SlotObjects
 
-SECRET = bytes(range(KEY_BYTES))
 BLOCKS = 3
-SLOTS = 8
-GUARD = 64
-
-
-class HostSlots:
-    """A rank's slots, and the objects of the blocks in them. The block ``entry`` of group g is in slot g + 2 entry."""
-
-    def __init__(self, rank: Rank) -> None:
-        self.rank = rank
-        self.layout: HostLayout = host_layout(rank.geometry)
-        self.memory = np.random.default_rng(3).integers(0, 256, SLOTS * self.layout.slot_bytes + 2 * GUARD, np.uint8)
-        self.region = Region(self.memory.ctypes.data + GUARD, SLOTS * self.layout.slot_bytes)
-        forms = object_forms(slot_geometry(rank.geometry, self.layout, self.region))
-        assert [[form.digest for form in group] for group in forms] == [
-            [form.digest for form in group] for group in object_forms(rank.geometry)
-        ], "the scheduler side names objects otherwise, which does not know the slots"
-        self.objects = [[SlotObjects(form, SECRET) for form in group] for group in forms]
-
-    def slot(self, group: int, entry: int) -> int:
-        return group + 2 * entry
-
-    def copy(self, tables: Sequence[Table], *, to_host: bool) -> None:
-        """Copy all blocks of the tables between the device and their slots."""
-        shift = self.rank.memory.ctypes.data - self.rank.base
-        for number, group in enumerate(self.rank.group_order):
-            if not self.rank.geometry.groups[number].planes:
-                continue
-            slots = [self.slot(group, entry) for entry in range(len(tables[group].ids))]
-            move = self.layout.stores if to_host else self.layout.loads
-            copies = move(self.region, number, np.array(tables[group].ids), np.array(slots))
-            if to_host:
-                run_copies(replace(copies, sources=copies.sources + shift))
-            else:
-                run_copies(replace(copies, destinations=copies.destinations + shift))
-
-    def names(self, tables: Sequence[Table]) -> "list[tuple[SlotObjects, int, int, str]]":
-        """All objects of all blocks: their form, slot, share and key."""
-        return [
-            (objects, self.slot(group, entry), share, objects.form.key("ns", share, bytes([group, entry])))
-            for number, group in enumerate(self.rank.group_order)
-            for objects in self.objects[number]
-            for entry in range(len(tables[group].ids))
-            for share in objects.form.held
-        ]
 
 
 def put_all(ranks: Sequence[Rank], tables: Sequence[Table]) -> dict[str, np.ndarray]:
@@ -180,14 +132,14 @@ class TestForms:
         ranks = build(Model(192, (1, 1), 1, ((0,),), (0,)), Engine(tp=1, blocks=2), 1, 1 << 44)
         (group,) = ranks[0].geometry.groups
         cut = replace(group, planes=tuple(replace(plane, heads=4, head_start=4) for plane in group.planes))
-        with pytest.raises(ObjectError, match="heads 4 to 7 of 192 .* whole shares of 3"):
+        with pytest.raises(ObjectError, match=r"heads 4 to 7 of 192 .* whole shares of 3"):
             object_forms(replace(ranks[0].geometry, groups=(cut,)))
 
     def test_an_unknown_number_of_heads_is_refused(self) -> None:
         rank = build(Model(4, (2, 2), 2, ((0,),), (0,)), Engine(tp=2), 1, 1 << 44)[0]
         (group,) = rank.geometry.groups
         unknown = replace(group, planes=tuple(replace(plane, total_heads=0) for plane in group.planes))
-        with pytest.raises(ObjectError, match="not known how many heads layer 'model.layers.0'"):
+        with pytest.raises(ObjectError, match=r"not known how many heads layer 'model\.layers\.0'"):
             object_forms(replace(rank.geometry, groups=(unknown,)))
 
 

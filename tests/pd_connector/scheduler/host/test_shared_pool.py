@@ -39,7 +39,7 @@ def counted(engine: EngineSim, what: str) -> int:
 
 
 def slow_down(engine: EngineSim) -> None:
-    """Let the engine think that it computes slowly, so that more is worth waiting for: a step is hardly any time here."""
+    """Let the engine think that it computes slowly, so that more is worth waiting for."""
     engine.side._rate._per_second = 500.0
 
 

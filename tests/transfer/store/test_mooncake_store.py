@@ -1,0 +1,165 @@
+"""Mooncake Store as it is: a master and a client as processes, which are killed, stopped and started again."""
+
+import ctypes
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.support.process import free_port
+from tests.support.store.mooncake_processes import MooncakeProcesses
+from tests.support.waiting import until
+from transfer.peers import Address
+from transfer.store.interface import Piece, StoreFailed
+from transfer.store.mooncake_store import MooncakeStore
+from transfer.store.store_thread import StoreThread
+
+pytestmark = pytest.mark.skipif(
+    not Path(sys.executable).with_name("mooncake_client").exists(), reason="mooncake_client is not installed"
+)
+
+SIZE, BUFFER = 1 << 20, 8 << 20
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeProcesses]:
+    processes = MooncakeProcesses(tmp_path_factory.mktemp("store"), 64 << 20)
+    yield processes
+    processes.close()
+
+
+@pytest.fixture
+def store(processes: MooncakeProcesses) -> Iterator[MooncakeStore]:
+    store = MooncakeStore(processes.address, BUFFER)
+    yield store
+    store.close()
+
+
+def fill(store: MooncakeStore, piece: Piece, byte: int) -> None:
+    ctypes.memset(store.buffer.address + piece.offset, byte, piece.size)
+
+
+def held(store: MooncakeStore, piece: Piece) -> bytes:
+    return ctypes.string_at(store.buffer.address + piece.offset, piece.size)
+
+
+def until_it_works(processes: MooncakeProcesses) -> MooncakeStore:
+    """A connection to a store that keeps what is put, as it does some time after a failure."""
+
+    def opened() -> MooncakeStore | None:
+        try:
+            store = MooncakeStore(processes.address, BUFFER)
+        except StoreFailed:
+            return None
+        try:
+            piece = Piece("does it work?", 0, 8)
+            store.put([piece])
+            if store.get([piece]) == [True]:
+                return store
+        except StoreFailed:
+            pass
+        store.close()
+        return None
+
+    return until(opened, within_s=30)
+
+
+class TestObjects:
+    def test_what_one_puts_another_gets(self, processes: MooncakeProcesses, store: MooncakeStore) -> None:
+        pieces = [Piece(f"shared/{number}", number * SIZE, SIZE - number) for number in range(4)]
+        for number, piece in enumerate(pieces):
+            fill(store, piece, 1 + number)
+        assert store.exist([piece.key for piece in pieces]) == [False] * 4
+        assert store.put(pieces) == [True] * 4
+        other = MooncakeStore(processes.address, BUFFER)
+        assert other.exist([piece.key for piece in pieces]) == [True] * 4
+        assert other.get(pieces) == [True] * 4
+        assert [held(other, piece)[:1] + held(other, piece)[-1:] for piece in pieces] == [
+            bytes([1 + number] * 2) for number in range(4)
+        ]
+        other.close()
+
+    def test_what_is_not_there_or_has_another_size_does_not_come(self, store: MooncakeStore) -> None:
+        store.put([Piece("sized", 0, 1000)])
+        larger, smaller = Piece("sized", 0, 1001), Piece("sized", 4096, 999)
+        assert store.get([Piece("never put", 0, 8), larger]) == [False, False]
+        with pytest.raises(StoreFailed, match="-600"):
+            store.get([smaller])
+
+    def test_the_first_to_put_a_key_wins(self, store: MooncakeStore) -> None:
+        piece = Piece("contended", 0, 64)
+        fill(store, piece, 1)
+        store.put([piece])
+        fill(store, piece, 2)
+        assert store.put([piece]) == [True]
+        assert store.get([piece]) == [True]
+        assert held(store, piece) == b"\1" * 64
+
+    def test_objects_are_removed_while_they_are_read(self, store: MooncakeStore) -> None:
+        piece = Piece("to remove", 0, 64)
+        store.put([piece])
+        store.get([piece])
+        store.remove([piece.key, "never put"])
+        assert store.exist([piece.key]) == [False]
+
+    def test_a_full_pool_keeps_what_it_can(self, store: MooncakeStore) -> None:
+        pieces = [Piece(f"full/{number}", number * SIZE, SIZE) for number in range(8)]
+        kept = []
+        for round_ in range(12):
+            named = [Piece(f"{piece.key}/{round_}", piece.offset, piece.size) for piece in pieces]
+            kept += store.put(named)
+            assert store.exist([named[0].key]) in ([True], [False])
+        assert any(kept)
+        assert store.put([Piece("small", 0, 8)]) in ([True], [False]), "it goes on"
+
+    def test_only_look_ups_need_no_buffer(self, processes: MooncakeProcesses) -> None:
+        store = MooncakeStore(processes.address, 0)
+        assert store.exist(["never put"]) == [False]
+        store.close()
+
+
+class TestTrouble:
+    def test_without_a_client_the_error_says_what_to_start(self) -> None:
+        port = free_port()
+        with pytest.raises(StoreFailed, match=f"no mooncake_client answers at 127.0.0.1:{port}.*--port={port}"):
+            MooncakeStore(Address("127.0.0.1", port), BUFFER)
+
+    def test_a_client_that_was_killed_fails_calls_and_comes_back_empty(self, processes: MooncakeProcesses) -> None:
+        store, piece = until_it_works(processes), Piece("lost with its client", 0, 64)
+        store.put([piece])
+        processes.client.kill()
+        processes.client.wait()
+        with pytest.raises(StoreFailed):
+            store.get([piece])
+        processes.restart_client()
+        again = until_it_works(processes)
+        assert again.get([piece]) == [False]
+        again.close()
+
+    def test_a_master_that_was_killed_fails_calls_and_comes_back_empty(self, processes: MooncakeProcesses) -> None:
+        store, piece = until_it_works(processes), Piece("lost with the master", 0, 64)
+        store.put([piece])
+        processes.master.kill()
+        processes.master.wait()
+        with pytest.raises(StoreFailed, match="-900"):
+            store.put([Piece("new", 0, 64)])
+        processes.restart_master()
+        again = until_it_works(processes)
+        assert again.get([piece]) == [False]
+        again.close()
+
+    def test_a_client_that_was_stopped_holds_up_nobody_and_goes_on(self, processes: MooncakeProcesses) -> None:
+        until_it_works(processes).close()
+        thread = StoreThread("pd-pool-test", partial(MooncakeStore, processes.address, BUFFER))
+        assert thread.submit(lambda store: store.exist(["any"]), 10.0).result(10) == [False]
+        with processes.client_stopped():
+            stuck = thread.submit(lambda store: store.exist(["any"]), 0.2)
+            until(lambda: not thread.works)
+            assert thread.submit(lambda store: store.exist(["any"]), 0.2).done()
+            assert not stuck.done()
+        until(stuck.done, within_s=30)
+        thread.close()
+        thread.join()
+        until_it_works(processes).close()
