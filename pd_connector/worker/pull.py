@@ -146,9 +146,10 @@ class Pull:
             self._locate()
             self._watch.lap("handshake")
         least_tokens = self._context.reads.least_bytes / max(peer.token_bytes, 1)
+        least_on_device = least_tokens if self._context.reads_ahead else float("inf")
         reads_host = peer.host_plans is not None
         while True:
-            if (tokens := self.prompt.next_range(peer.border_tokens, least_tokens)) is not None:
+            if (tokens := self.prompt.next_range(peer.border_tokens, least_on_device)) is not None:
                 self._read_range(peer, tokens, self._place)
             elif reads_host and (tokens := self.prompt.next_in_host(peer.border_tokens, least_tokens)) is not None:
                 self._read_range(peer, tokens, Place.HOST)

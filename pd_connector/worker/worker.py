@@ -40,7 +40,7 @@ from pd_connector.worker.peer import ClearTails, PullContext, keep_tails
 from pd_connector.worker.pulls import Pulls
 from pd_connector.worker.readers import host_reader, remote_reader
 from pd_connector.worker.remote_reader import RemoteReader
-from pd_connector.worker.transfer_engine import lender, open_engine, read_cost, transport
+from pd_connector.worker.transfer_engine import goes_through_device, lender, open_engine, read_cost, transport
 from pd_connector.worker.unawaited_pulls import PrefixPulls
 from pd_connector.worker.verification import Verifier
 from pd_connector.worker.worker_role import Arrivals, FailedBlocks, WorkerRole, fail_transfers
@@ -373,6 +373,7 @@ class ConnectorWorker:
             reader=ranks.index,
             readers=ranks.world_size,
             reads=reads,
+            reads_ahead=not goes_through_device(caches.geometry.transport, device_type()),
             handshake_timeout_s=self._limits.handshake_timeout_s,
             pull_timeout_s=config.pull_timeout_s,
             verifier=Verifier(checksums, client) if checksums is not None else None,

@@ -72,14 +72,16 @@ def loading(
     model: Model = MODEL,
     blocks: Blocks = THEIRS,
     slots: Blocks = IN_HOST,
+    **changes: bool,
 ) -> Loading:
+    """``changes`` are made to the context of pulls."""
     moving = MovingEngine(site, engines[0], model)
     prompt = ChunkedPrompt(moving.prefill, blocks)
     prompt._fill(range(80))
     moving.copy(blocks, slots)
     workers = site.decode(engines[1], model)
     clients = [follow(worker, prompt) for worker in workers]
-    sessions = [site.session(worker, prompt.remote()) for worker in workers]
+    sessions = [site.session(worker, prompt.remote(), **changes) for worker in workers]
     return Loading(site, moving, prompt, workers, clients, sessions)
 
 
@@ -92,6 +94,18 @@ def test_what_is_being_loaded_is_read_in_host_memory_at_once(site: Site) -> None
     legs.prompt.complete()
     legs.assert_arrived()
     assert legs.moving.prefill.leases.take_events() == {"granted": 1, "released": 1}
+
+
+def test_host_memory_is_read_while_the_prompt_is_loaded_also_where_the_device_is_not(site: Site) -> None:
+    legs = loading(site, reads_ahead=False)
+    legs.prompt.in_host = slots_of(0, 48)
+    legs.submit()
+    legs.parked(1)
+    assert legs.workers[0].holds([(OURS, 0, 48)])
+    legs.prompt.compute(64)
+    legs.parked(1)
+    legs.prompt.complete()
+    legs.assert_arrived()
 
 
 def test_what_the_device_holds_is_read_there_and_the_rest_in_host_memory(site: Site) -> None:

@@ -73,6 +73,20 @@ def test_a_prompt_that_is_complete_when_the_pull_begins_is_one_range(legs: Follo
     assert legs.worker.holds([(OURS, 0, 69)])
 
 
+def test_where_reading_slows_the_prefill_engine_down_nothing_is_read_before_the_prompt_is_complete(site: Site) -> None:
+    legs = legs_of(site, reads_ahead=False)
+    legs.prompt.compute(16)
+    legs.submit()
+    legs.reads(0)
+    legs.prompt.compute(48)
+    legs.reads(0)
+    legs.prompt.complete()
+    end = legs.end()
+    assert (end.cause, end.tokens, end.ahead_bytes) == ("", 69, 0)
+    assert legs.site.fabric.reads == 1
+    assert legs.worker.holds([(OURS, 0, 69)])
+
+
 def test_a_prefix_that_is_here_already_is_not_read(legs: FollowedLegs) -> None:
     legs.prompt.compute(16)
     legs.submit(first=32)

@@ -286,6 +286,18 @@ def test_a_handshake_that_vllm_does_not_pass_on_goes_with_the_next_report(worker
     assert not worker_of("kv_producer").side.take_report(), "there are no caches yet"
 
 
+@pytest.mark.parametrize(
+    ("protocol", "device", "ahead"), [("tcp", "cuda", False), ("rdma", "cuda", True), ("tcp", "cpu", True)]
+)
+def test_prompts_are_not_read_ahead_where_a_gpu_copies_piece_by_piece_what_is_read(
+    worker_of: Open, monkeypatch: pytest.MonkeyPatch, protocol: str, device: str, ahead: bool
+) -> None:
+    monkeypatch.setattr(module, "device_type", lambda: device)
+    (pulls,) = worker_of("kv_consumer", registered=True, protocol=protocol).side._roles
+    assert isinstance(pulls, Pulls)
+    assert pulls._context.reads_ahead is ahead
+
+
 def test_prices_of_the_user_take_the_place_of_the_protocols(worker_of: Open) -> None:
     def prices(**settings: Any) -> tuple[float, float]:
         (pulls,) = worker_of("kv_consumer", registered=True, **settings).side._roles
