@@ -427,12 +427,12 @@ class ConnectorWorker:
     def _fences(self, caches: "_RegisteredCaches") -> RaiseFence:
         """Return what raises the fences of pulls; none are needed if vLLM defers the reuse of freed blocks enough.
 
-        It does so only on engines that decode for others. A prefill engine pulls prefixes. Some of vllm-ascend's
+        It does so only on engines that decode for others. A prefill engine pulls prefixes. What a step zeroes for a
+        request that is preempted while that step is scheduled may be free before it ends, and some of vllm-ascend's
         schedulers have blocks zeroed into which a pull is to write.
         """
         defers = self._role.consumes and installed.current().defers_block_reuse
-        zeroes = device_type() == "npu" and needs_zeroing(self._kv_cache_config)
-        is_deferred = defers and not (zeroes or drafts_late(self._vllm_config))
+        is_deferred = defers and not (needs_zeroing(self._kv_cache_config) or drafts_late(self._vllm_config))
         if is_deferred or not caches.tensors:
             return no_fence
         return fences(caches.tensors[0].device)

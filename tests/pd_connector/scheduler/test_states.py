@@ -65,6 +65,29 @@ def test_a_prompt_that_ends_with_an_image_is_pulled_only_if_its_state_is_that_of
     assert decode.computed_tokens == OUTPUTS + (0 if is_pulled else tokens - 1)
 
 
+def test_a_block_that_a_step_zeroes_may_be_pulled_into_by_the_next_one(world: World) -> None:
+    """The first step gives it to a request that it then preempts for one that comes first.
+
+    So pulls of such models wait until the device has done the steps before (``ConnectorWorker._fences``).
+    """
+    prefill = EngineSim(world, "kv_producer", 40, states="none")
+    decode = EngineSim(world, "kv_consumer", 10, states="none", scheduling="priority")
+    decode.scheduler.defer_block_free = True  # as where several steps are under way
+    decode.ask(ClientRequest("last", list(range(31)), OUTPUTS, priority=2))
+    decode.step()
+    decode.ask(ClientRequest("first", list(range(32)), OUTPUTS))
+    decode.step()
+    under_way = decode.begin_step()
+    assert under_way is not None
+    assert list(under_way[0].num_scheduled_tokens) == ["first-d"]
+    prefill.ask(ClientRequest("pulled", list(range(20)), OUTPUTS, decode, priority=1))
+    prefill.step()
+    following = decode.begin_step()
+    assert following is not None
+    (order,) = following[0].kv_connector_metadata.orders.pulls
+    assert set(order.local_block_ids[0]) & set(under_way[0].new_block_ids_to_zero)
+
+
 def test_a_longer_prompt_goes_on_from_the_border_that_was_pulled_beside(world: World) -> None:
     decode = pull(world, "align", at_once=False)
     decode.ask(ClientRequest("longer", list(range(TOKENS + 20)), 1))
