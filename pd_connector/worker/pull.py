@@ -405,7 +405,7 @@ class Pull:
     def _read_from(self, peer: Peer, rank: int, copies: Copies) -> RankRead:
         self._time_to_read()
         link, context, reads = peer.link(rank), self._context, self._context.reads
-        held = HeldRead(link)
+        held = HeldRead(link, reads.land)
         self._held.append(held)  # first: whatever happens from here on, nothing is reused before it has settled
         schedule = held.keep(reads.planned(copies, peer.regions[rank]))
         if logger.isEnabledFor(logging.DEBUG):

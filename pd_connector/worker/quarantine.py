@@ -16,6 +16,7 @@ from typing import TypeVar
 from layout.geometry import WorkerGeometry
 from pd_connector.orders import PullOrder
 from pd_connector.stats import StatsRecorder
+from pd_connector.worker.device_fence import Land, nothing_to_land
 from pd_connector.worker.pull_end import PullEnd
 from transfer.engine.interface import Link
 
@@ -41,8 +42,10 @@ class UnsettledReadError(RuntimeError):
 class HeldRead:
     """The read from one prefill rank: its link, and what must not be reused before it has settled."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, land: Land = nothing_to_land) -> None:
+        """``land`` waits for what the device was still to copy when the read settled, whether it has failed or not."""
         self._link = link
+        self._land = land
         self._kept = ExitStack()
 
     def keep(self, context: AbstractContextManager[_Kept]) -> _Kept:
@@ -53,6 +56,7 @@ class HeldRead:
         """Return whether the read has settled, and let go of what was kept if so. Idempotent."""
         if not self._link.settled:
             return False
+        self._land()
         self._kept.close()
         return True
 

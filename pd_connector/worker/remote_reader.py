@@ -84,14 +84,15 @@ class RemoteReader:
         """Compile the planning kernels, so that no pull waits for that.
 
         ``copy`` must reach both the memory of ``pool``, which is the staging buffer, and ``local_regions``. ``areas``
-        limits what it is given at once. ``land`` is called after every read.
+        limits what it is given at once. ``land`` is called before what was read is copied, and by who holds the memory
+        that is read to, when no read writes there any more.
 
         Raises:
             ValueError: local regions overlap, or one is empty.
         """
         self.staging = pool
         self._copy = copy
-        self._land = land
+        self.land = land
         self._areas = areas
         self._cost = cost
         self._local = RegionTable(local_regions)
@@ -178,7 +179,7 @@ class RemoteReader:
         return schedule.direct_s - schedule.predicted_s
 
     def carry_out(self, link: Link, schedule: Schedule, timeout_s: float, given_up: GivenUp = never) -> float:
-        """Read and copy everything; return when all bytes are in place.
+        """Read and copy everything; return when all bytes are in place once they have landed (``land``).
 
         The bytes of a window are copied while the next window is read. ``given_up``: see ``Link.read``.
 
@@ -196,7 +197,6 @@ class RemoteReader:
         later_bytes = schedule.staged_bytes
         if len(schedule.direct):
             link.read(schedule.direct, timeout_s, later_bytes, given_up)
-            self._land()
         if not len(schedule.reads):
             return 0.0
         with ThreadPoolExecutor(1, "pd-copies") as copier:
@@ -209,7 +209,7 @@ class RemoteReader:
                     raise ReadFailed(f"not all windows were read within {timeout_s:.1f} s", settled=True)
                 later_bytes -= window.reads.total_bytes
                 link.read(window.reads, remaining, later_bytes, given_up)
-                self._land()
+                self.land()
                 copying.append(copier.submit(self._copy, window.copies))
             all_read = time.monotonic()
             for copies in copying:

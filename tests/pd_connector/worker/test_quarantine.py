@@ -24,9 +24,9 @@ from pd_connector.worker.pull import Pull
 from pd_connector.worker.pull_end import PullEnd
 from pd_connector.worker.pulls import Pulls
 from pd_connector.worker.quarantine import HeldRead, Quarantine, UnsettledPull, UnsettledReadError
-from pd_connector.worker.remote_reader import SLOTS
+from pd_connector.worker.remote_reader import SLOTS, RemoteReader
 from tests.support.connector.engines import PREFILL, PrefillEngine, Site, an_order, tables
-from tests.support.connector.staging import TWO_RANKS, stage
+from tests.support.connector.staging import TCP, TWO_RANKS, stage
 from tests.support.engine.in_process import Fault, InProcessEngine, InProcessLink
 from tests.support.waiting import ManualClock, until
 from transfer.control.client import ControlClient
@@ -45,6 +45,8 @@ class LateWorld:
         self.clock, self.stats = ManualClock(), StatsRecorder()
         if slot_bytes := changes.pop("slot_bytes", 0):
             self.pool = stage(self.worker, slot_bytes)
+        if land := changes.pop("land", None):
+            self.worker.reads = RemoteReader(TCP, self.worker.rank.geometry.regions, land=land)
         self.pulls = Pulls(replace(self.worker.context(), clock=self.clock, **changes), 600.0, self.stats)
         self.ended: dict[str, PullEnd] = {}
         self.at_the_report: dict[str, Any] = {}
@@ -190,6 +192,25 @@ def test_staging_memory_stays_borrowed_until_the_read_has_settled() -> None:
         assert world.ended.keys() == {"r0"}
         with ExitStack() as stack:
             assert None not in [stack.enter_context(world.pool.borrow()) for _ in range(SLOTS)]
+
+
+@pytest.mark.parametrize("settled", [True, False])
+def test_what_a_failed_read_has_brought_is_in_place_before_its_blocks_are_reported(*, settled: bool) -> None:
+    """A device may still copy it, though the transfer engine writes no more."""
+    under_way: list[int] = []  # reads whose bytes may still come, at each wait for the device
+    late: LateWorld
+    with a_world(land=lambda: under_way.append(len(late.fabric._late))) as late:
+        for read in (1, 2):
+            late.fabric.inject(read, Fault(settled=settled, landed=1))
+        late.submit(0)
+        until(lambda: late.idle)
+        if not settled:
+            late.collect()
+            assert (late.ended, under_way) == ({}, [])
+            late.fabric.deliver_late_bytes()
+        late.collect()
+        assert late.ended["r0"].cause == Cause.READ
+        assert under_way == [0, 0], "of each rank"
 
 
 def test_a_read_that_never_settles_ends_the_worker_when_it_has_had_its_time(world: LateWorld) -> None:
