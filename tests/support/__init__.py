@@ -49,7 +49,7 @@ Devices (``transfer/copies/batch``, ``tests/npu_sim``):
     devices.ascend_runner   a model runner that allocates KV caches as vllm-ascend's does
     devices.npu_simulator   builds and loads the simulated ACL runtime, whose sources are in devices/npu_runtime
     devices.npu_device      the simulated device by the C interface: memory, streams, events
-    devices.interpreted_kernel  the kernel that reshapes, on the CPU
+    devices.kernel_devices  the kernel that reshapes, interpreted on the CPU and compiled on a GPU
     devices.run_batches     runs of bytes between memories, for what copies them on a device
     devices.npu_caches      a worker's KV caches on the simulated device, and host memory for their blocks
 

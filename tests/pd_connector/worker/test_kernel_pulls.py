@@ -1,24 +1,28 @@
 """Pulls that are reshaped by the kernel, run by Triton's interpreter, with the CPU taken for a device."""
 
+from collections.abc import Iterator
+
 import pytest
 
 from layout.cost import CostModel
 from pd_connector.worker import remote_reader
 from pd_connector.worker.remote_reader import SLOTS, RemoteReader
 from tests.support.connector.nhd_pulls import Tables, pull_nhd
-from tests.support.devices.interpreted_kernel import interpreted
+from tests.support.devices.kernel_devices import kernel_marks, kernel_on
 from tests.support.layout.nhd import NHD_FORMS, NhdEngine, NhdModel, NhdRank
 from transfer.copies.reshape.reshape_kernel import KernelCopier
 
-pytestmark = interpreted
+pytestmark = kernel_marks
 
 LAYERS, BLOCKS = 4, 4
 HALF_BYTES = 256 << 10
 
 
 @pytest.fixture(autouse=True)
-def taken_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def taken_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(remote_reader, "_has_kernel", lambda device: True)
+    with kernel_on("cpu"):
+        yield
 
 
 @pytest.mark.thorough

@@ -3,7 +3,7 @@
 A call brings a table of 24 bytes a run to the device, and launches one kernel. The host writes a line of the table for
 each run, and no row numbers.
 
-Run by Triton's interpreter on the CPU. Not run on hardware.
+Run by Triton's interpreter on the CPU, and compiled for GPUs. Not run on hardware.
 """
 
 import importlib

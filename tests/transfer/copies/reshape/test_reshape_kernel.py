@@ -1,9 +1,14 @@
-"""Copies by the kernel: every byte of every run and nothing beside it, run by Triton's interpreter on the CPU.
+"""Copies by the kernel: every byte of every run and nothing beside it.
+
+By Triton's interpreter on the CPU, and compiled on a GPU if there is one.
 
 Covers: transfer.copies.reshape.run_kernel, transfer.copies.reshape.storages.
 """
 
 import importlib
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,13 +18,26 @@ from hypothesis import given, settings
 
 from layout.copies import EMPTY
 from pd_connector.worker import remote_reader
-from tests.support.devices.interpreted_kernel import interpreted, triton
-from tests.support.devices.run_batches import Batch, address, batches, copies_of, part_of
+from tests.support.devices.kernel_devices import KERNEL_DEVICES, compiled_kernel, kernel_marks, kernel_on, triton
+from tests.support.devices.run_batches import Batch, batches, copies_of
 from tests.support.memory import Bytes, noise
 from transfer.copies.reshape import reshape_kernel
-from transfer.copies.reshape.reshape_kernel import PIECE_BYTES, KernelCopier, KernelUnusable
+from transfer.copies.reshape.reshape_kernel import (
+    _RUN_WORDS,
+    _TILE_WORDS,
+    _WORD_BYTES,
+    PIECE_BYTES,
+    KernelCopier,
+    KernelUnusable,
+)
 
-pytestmark = interpreted
+pytestmark = kernel_marks
+
+
+@pytest.fixture(scope="module", params=KERNEL_DEVICES)
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    with kernel_on(request.param) as device:
+        yield device
 
 
 class Launches:
@@ -37,26 +55,39 @@ class Launches:
         return launch
 
 
-def copier_of(*memories: Bytes) -> tuple[KernelCopier, Launches]:
-    copier = KernelCopier([torch.from_numpy(memory) for memory in memories])
+class OnDevice:
+    """Bytes in the memory of a device."""
+
+    def __init__(self, content: Bytes, device: torch.device) -> None:
+        self.tensor = torch.from_numpy(content).to(device)
+        self.address = self.tensor.data_ptr()
+
+    @property
+    def content(self) -> Bytes:
+        content: Bytes = self.tensor.cpu().numpy()
+        return content
+
+
+def copier_of(*memories: OnDevice) -> tuple[KernelCopier, Launches]:
+    copier = KernelCopier([memory.tensor for memory in memories])
     return copier, Launches(copier)
 
 
 @pytest.mark.thorough
 @settings(deadline=None, max_examples=60)
 @given(batches())
-def test_random_runs_equal_slices_in_numpy(batch: Batch) -> None:
-    source = noise(batch.source_bytes + 16, 1)
-    targets = [noise(size + 16, 2 + number) for number, size in enumerate(batch.target_bytes)]
-    expected = [target.copy() for target in targets]
+def test_random_runs_equal_slices_in_numpy(device: torch.device, batch: Batch) -> None:
+    source = OnDevice(noise(batch.source_bytes + 16, 1), device)
+    expected = [noise(size + 16, 2 + number) for number, size in enumerate(batch.target_bytes)]
+    targets = [OnDevice(target.copy(), device) for target in expected]
     for target, to, start, size in batch.runs:
-        expected[target][to : to + size] = source[start : start + size]
+        expected[target][to : to + size] = source.content[start : start + size]
     copier, _ = copier_of(source, *targets)
     copier(
-        copies_of([(address(targets[target]) + to, address(source) + at, size) for target, to, at, size in batch.runs])
+        copies_of([(targets[target].address + to, source.address + at, size) for target, to, at, size in batch.runs])
     )
     for memory, wanted in zip(targets, expected, strict=True):
-        np.testing.assert_array_equal(memory, wanted)
+        np.testing.assert_array_equal(memory.content, wanted)
 
 
 @pytest.mark.parametrize(
@@ -70,38 +101,40 @@ def test_random_runs_equal_slices_in_numpy(batch: Batch) -> None:
         (2000, 2001, "int8", 512),
     ],
 )
-def test_one_launch_copies_all_runs_in_the_widest_words(size: int, step: int, word: str, words: int) -> None:
+def test_one_launch_copies_all_runs_in_the_widest_words(
+    device: torch.device, size: int, step: int, word: str, words: int
+) -> None:
     count = 40
-    source, target = noise(count * step), noise(count * step, 1)
-    expected = target.copy()
+    source, expected = OnDevice(noise(count * step), device), noise(count * step, 1)
+    target = OnDevice(expected.copy(), device)
     copier, launches = copier_of(source, target)
     starts = [step * number for number in range(count)]
     for to, start in zip(reversed(starts), starts, strict=True):
-        expected[to : to + size] = source[start : start + size]
+        expected[to : to + size] = source.content[start : start + size]
     runs = zip(reversed(starts), starts, strict=True)
-    copier(copies_of([(address(target) + to, address(source) + start, size) for to, start in runs]))
-    np.testing.assert_array_equal(target, expected)
+    copier(copies_of([(target.address + to, source.address + start, size) for to, start in runs]))
+    np.testing.assert_array_equal(target.content, expected)
     (launch,) = launches.options
     assert (launch["WORD"], launch["WORDS"]) == (getattr(triton.language, word), words)
     assert launch["programs"] == -(-count // launch["RUNS"])
 
 
-def test_a_long_run_is_cut_and_none_is_lost() -> None:
+def test_a_long_run_is_cut_and_none_is_lost(device: torch.device) -> None:
     size = 3 * PIECE_BYTES + 24
-    source, target = noise(size + 64), np.zeros(size + 64, np.uint8)
+    source, target = OnDevice(noise(size + 64), device), OnDevice(np.zeros(size + 64, np.uint8), device)
     copier, launches = copier_of(source, target)
-    copier(copies_of([(address(target) + 8, address(source) + 16, size), (address(target), address(source), 8)]))
-    np.testing.assert_array_equal(target[8 : 8 + size], source[16 : 16 + size])
-    np.testing.assert_array_equal(target[:8], source[:8])
-    assert not target[8 + size :].any()
+    copier(copies_of([(target.address + 8, source.address + 16, size), (target.address, source.address, 8)]))
+    np.testing.assert_array_equal(target.content[8 : 8 + size], source.content[16 : 16 + size])
+    np.testing.assert_array_equal(target.content[:8], source.content[:8])
+    assert not target.content[8 + size :].any()
     assert launches.options[0]["RUNS"] * launches.options[0]["programs"] >= 5
 
 
-def test_runs_go_between_the_storages_of_all_tensors_whatever_part_of_them_is_shown() -> None:
-    source, target = noise(4096), np.zeros(4096, np.uint8)
-    copier = KernelCopier([part_of(source, torch.float32, 4, 6)], [part_of(target, torch.int8, 0, 1)])
-    copier(copies_of([(address(target) + 4000, address(source) + 8, 96)]))
-    np.testing.assert_array_equal(target[4000:], source[8:104])
+def test_runs_go_between_the_storages_of_all_tensors_whatever_part_of_them_is_shown(device: torch.device) -> None:
+    source, target = OnDevice(noise(4096), device), OnDevice(np.zeros(4096, np.uint8), device)
+    copier = KernelCopier([source.tensor.view(torch.float32)[4:6]], [target.tensor.view(torch.int8)[:1]])
+    copier(copies_of([(target.address + 4000, source.address + 8, 96)]))
+    np.testing.assert_array_equal(target.content[4000:], source.content[8:104])
 
 
 @pytest.mark.parametrize(
@@ -114,29 +147,31 @@ def test_runs_go_between_the_storages_of_all_tensors_whatever_part_of_them_is_sh
         ((0, 0, 1 << 62), "the destination of non-empty copy 1 of 2"),
     ],
 )
-def test_nothing_is_copied_if_a_run_leaves_the_storages(run: tuple[int, int, int], reason: str) -> None:
-    source, target = noise(4096), np.zeros(4096, np.uint8)
+def test_nothing_is_copied_if_a_run_leaves_the_storages(
+    device: torch.device, run: tuple[int, int, int], reason: str
+) -> None:
+    source, target = OnDevice(noise(4096), device), OnDevice(np.zeros(4096, np.uint8), device)
     copier, launches = copier_of(source, target)
-    right = (address(target), address(source), 8)
-    wrong = (address(target) + run[0], address(source) + run[1], run[2])
+    right = (target.address, source.address, 8)
+    wrong = (target.address + run[0], source.address + run[1], run[2])
     with pytest.raises(ValueError, match=reason):
         copier(copies_of([right, wrong]))
     assert not launches.options
-    assert not target.any()
+    assert not target.content.any()
 
 
-def test_nothing_is_launched_for_nothing() -> None:
-    source = noise(64)
+def test_nothing_is_launched_for_nothing(device: torch.device) -> None:
+    source = OnDevice(noise(64), device)
     copier, launches = copier_of(source)
     copier(EMPTY)
-    copier(copies_of([(address(source), address(source), 0)]))
+    copier(copies_of([(source.address, source.address, 0)]))
     assert not launches.options
 
 
 def test_a_kernel_that_copies_wrongly_or_not_at_all_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    source = torch.from_numpy(noise(64))
+    source = OnDevice(noise(64), device).tensor
     right = reshape_kernel._write
 
     def cut_short(*arguments: Any) -> None:
@@ -149,6 +184,24 @@ def test_a_kernel_that_copies_wrongly_or_not_at_all_is_not_used(
     monkeypatch.setattr(importlib, "import_module", missing)
     assert remote_reader._kernel_copier([source], source) is None
     assert "caches are reshaped by operators, which is slower than by a kernel: ImportError: no triton" in caplog.text
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_every_variant_compiles_for_gpus_that_are_not_here(
+    capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("triton.backends.nvidia", reason="this build of Triton has no compiler for CUDA")
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))  # of what was compiled before
+    target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", capability, 32)
+    arguments = {"table": "*i64", "runs": "i32", "longest": "i32"}
+    for width, words in itertools.product(_WORD_BYTES, _RUN_WORDS):
+        constants = {"WORD": getattr(triton.language, f"int{8 * width}"), "RUNS": _TILE_WORDS // words, "WORDS": words}
+        signature = {**arguments, **dict.fromkeys(constants, "constexpr")}
+        source = triton.compiler.ASTSource(compiled_kernel, signature, constants)
+        compiled = triton.compile(source, target=target)
+        assert f".target sm_{capability}" in compiled.asm["ptx"]
+        assert compiled.asm["cubin"]
 
 
 def missing(name: str) -> Any:

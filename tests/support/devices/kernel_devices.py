@@ -1,0 +1,52 @@
+"""The kernel that reshapes, where tests run it: interpreted on the CPU, and compiled on a GPU if there is one.
+
+A module that imports this needs Triton.
+"""
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+triton: Any = pytest.importorskip("triton")
+from transfer.copies.reshape import run_kernel  # noqa: E402  needs Triton
+
+#: The kernel as it is defined, for Triton to compile.
+compiled_kernel: Any = run_kernel.copy_runs
+
+_without_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="the compiled kernel needs a CUDA device")
+
+#: Parameters of tests that run the kernel: names of devices.
+KERNEL_DEVICES = ("cpu", pytest.param("cuda", marks=_without_gpu))
+
+
+#: Marks of such tests: what Triton warns of in them.
+kernel_marks = [
+    pytest.mark.filterwarnings(f"ignore:{text}")
+    for text in (
+        "Conversion of an array with ndim:DeprecationWarning",  # how 3.6's interpreter reads scalars
+        "TRITON_DEFAULT_FP_FUSION is unset:UserWarning",  # of 3.9's compiler; the kernel computes nothing
+    )
+]
+
+
+def _interpreted() -> Any:
+    """The kernel as the interpreter runs it: Triton decides that where a kernel is defined, so it is defined again."""
+    spec: Any = run_kernel.__spec__
+    again: Any = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton.knobs.runtime, "interpret", True)
+        spec.loader.exec_module(again)
+    return again.copy_runs
+
+
+@contextmanager
+def kernel_on(device: str) -> Iterator[torch.device]:
+    """Have the kernel run on a device inside the ``with`` block."""
+    with pytest.MonkeyPatch.context() as patch:
+        if device == "cpu":
+            patch.setattr(run_kernel, "copy_runs", _interpreted())
+        yield torch.device(device)
