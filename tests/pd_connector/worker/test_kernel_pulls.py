@@ -5,10 +5,9 @@ from collections.abc import Iterator
 import pytest
 
 from layout.cost import CostModel
-from pd_connector.worker import remote_reader
 from pd_connector.worker.remote_reader import SLOTS, RemoteReader
 from tests.support.connector.nhd_pulls import Tables, pull_nhd
-from tests.support.devices.kernel_devices import kernel_marks, kernel_on
+from tests.support.devices.kernel_devices import kernel_for_cpu, kernel_marks
 from tests.support.layout.nhd import NHD_FORMS, NhdEngine, NhdModel, NhdRank
 from transfer.copies.reshape.reshape_kernel import KernelCopier
 
@@ -19,9 +18,8 @@ HALF_BYTES = 256 << 10
 
 
 @pytest.fixture(autouse=True)
-def taken_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(remote_reader, "_has_kernel", lambda device: True)
-    with kernel_on("cpu"):
+def kernel() -> Iterator[None]:
+    with kernel_for_cpu():
         yield
 
 

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from pd_connector.worker import remote_reader
+
 triton: Any = pytest.importorskip("triton")
 from transfer.copies.reshape import run_kernel  # noqa: E402  needs Triton
 
@@ -50,3 +52,11 @@ def kernel_on(device: str) -> Iterator[torch.device]:
         if device == "cpu":
             patch.setattr(run_kernel, "copy_runs", _interpreted())
         yield torch.device(device)
+
+
+@contextmanager
+def kernel_for_cpu() -> Iterator[None]:
+    """Have pulls take the CPU for a device with a kernel inside the ``with`` block."""
+    with pytest.MonkeyPatch.context() as patch, kernel_on("cpu"):
+        patch.setattr(remote_reader, "_has_kernel", lambda device: True)
+        yield

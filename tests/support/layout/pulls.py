@@ -16,6 +16,7 @@ from layout.geometry import WorkerGeometry
 from layout.plan import BlockTable, Plan, compile_plans
 from layout.sharding import choose_sources
 from tests.support.layout.oracle import Engine, Model, Rank, Table, build, unit_tokens
+from tests.support.layout.ranks import compressed
 
 LOCAL_BASE = 1 << 44
 REMOTE_BASE = 1 << 45
@@ -115,6 +116,34 @@ def pull(
         due = rank.check(before, request.local, wanted, lacking)
         assert due == sum(read.copies.total_bytes for read in reads if read.local == number)
     return reads
+
+
+def pull_rows(
+    model: Model, sides: tuple[Engine, Engine], request: Request, ratio: int, lacking_tokens: int
+) -> set[int]:
+    """Pull a request of rows, the last of which lacks some tokens, and check every byte; return the units in rows."""
+    local, remote = sides
+    ours, theirs = build(model, local, 1, LOCAL_BASE), build(model, remote, 2, REMOTE_BASE)
+    for rank in theirs:
+        rank.fill(request.remote)
+    there = [compressed(rank, ratio) for rank in theirs]
+    units = set[int]()
+    for rank in ours:
+        before, plans = rank.memory.copy(), plans_of(compressed(rank, ratio), there)
+        tokens = request.first_token * ratio, request.end_token * ratio - lacking_tokens
+        for source, plan in plans.items():
+            tables = in_order(request.local, rank), in_order(request.remote, theirs[source])
+            rank.receive(plan.instantiate(*tables, *tokens), theirs[source])
+            assert not any(unit % ratio for unit in plan.unit_tokens)
+            units |= {unit // ratio for unit in plan.unit_tokens}
+        (unit,) = units if len(units) == 1 else (1,)
+        end = -(-request.end_token // unit) * unit
+        rows = [
+            [row for row in range(request.first_token, end) if table.id_at(row, local.tokens_of(group)) >= 0]
+            for group, table in enumerate(request.local)
+        ]
+        rank.check(before, request.local, rows, set())
+    return units
 
 
 def plain(tokens: int, local: Engine, remote: Engine, kind: str = "contiguous", groups: int = 1) -> Request:
