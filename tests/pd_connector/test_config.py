@@ -66,6 +66,7 @@ ACCEPTED: list[tuple[str, Any]] = [
     ("host_transfers", "off"),
     ("tuning", {}),
     ("serve_prefixes", True),
+    ("pool", None),
     ("peers", []),
     ("peers", ["10.0.0.5:8998", "[fd00::1]:8998", "decode.internal:1", "readers"]),
     ("drain_timeout_s", 0),
@@ -225,6 +226,14 @@ def test_transfers_in_host_memory_are_refused_without_it(value: str) -> None:
     with pytest.raises(
         ConfigError, match=f"host_transfers = '{value}': cpu_bytes_to_use is 0.*or host_transfers to 'off'"
     ):
+        parse_config(settings)
+    with_memory = settings | {"cpu_bytes_to_use": 1 << 30}
+    assert parse_config(with_memory).model_dump() == DEFAULTS | with_memory
+
+
+def test_a_pool_is_refused_without_host_memory() -> None:
+    settings = {"pool": "[::1]:50052"}
+    with pytest.raises(ConfigError, match=r"pool = '\[::1\]:50052': cpu_bytes_to_use is 0.*or leave pool out"):
         parse_config(settings)
     with_memory = settings | {"cpu_bytes_to_use": 1 << 30}
     assert parse_config(with_memory).model_dump() == DEFAULTS | with_memory

@@ -262,6 +262,12 @@ def test_the_exported_names_are_these(exported: tuple[ConnectorPromMetrics, _Unr
         "vllm:pd_prefixes_served",
         "vllm:pd_prefix_tokens",
         "vllm:pd_prefix_bytes",
+        "vllm:pd_pool_prompts",
+        "vllm:pd_pool_tokens",
+        "vllm:pd_pool_blocks",
+        "vllm:pd_pool_bytes",
+        "vllm:pd_pool_failures",
+        "vllm:pd_pool_works",
         "vllm:pd_transfers_waiting",
         "vllm:pd_prompts_ahead",
         "vllm:pd_leases",
@@ -290,6 +296,9 @@ def test_pulls_are_exported_as_zero_before_the_first(exported: tuple[ConnectorPr
         ("landing_fallbacks", "full"),
         ("lease_moves", "read"),
         ("lease_blocks_moved", "present"),
+        ("pool_prompts", "failed"),
+        ("pool_blocks", "refused"),
+        ("pool_failures", "put"),
     ],
 )
 def test_what_can_be_counted_by_a_label_is_exported_as_zero_before_it_happens(

@@ -70,6 +70,7 @@ def open_shared_pool(
     assert config.pool is not None, "there is no pool"
     first = handshakes[0]
     assert first.model is not None, "a worker tells what it has loaded"
+    _check_model(config, first.model)
     try:
         forms = object_forms(first.geometry)
     except ValueError as error:
@@ -83,6 +84,22 @@ def open_shared_pool(
         pool, loans, forms, groups, len(handshakes), lambda: f"{contents} {hashes.hashing}", rate,
         StoreThread("pd-pool-look-up", partial(MooncakeStore, parse_address(config.pool), 0), clock), clock,
     )  # fmt: skip
+
+
+def _check_model(config: ConnectorConfig, model: ModelIdentity) -> None:
+    """Raise ConfigError if other engines' blocks may be of another model, or in other units, under the same name."""
+    if not model.weights_digest:
+        raise ConfigError(
+            f"pool = {config.pool!r}: the weights could not be read to tell this model from others of its shape "
+            f"(model_check = {config.model_check!r}); set model_check to 'weights' and serve safetensors, or leave "
+            "pool out"
+        )
+    if model.scales_on_the_fly:
+        raise ConfigError(
+            f"pool = {config.pool!r}: each engine finds the scales of its quantised cache by its first prompt "
+            "(calculate_kv_scales), so that no other can use its blocks; serve a checkpoint that has scales, or leave "
+            "pool out"
+        )
 
 
 def contents_of(model: ModelIdentity) -> str:

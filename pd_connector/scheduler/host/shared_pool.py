@@ -18,7 +18,7 @@ import math
 import secrets
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -64,6 +64,7 @@ class _Asking:
     request: "Request"
     first: int  # tokens that the device holds already
     least: int  # tokens from the beginning, of which the pool must hold more
+    keys: Mapping[int, BlockKeys]  # of its blocks, by cache group
     key: "BlockHashWithGroupId"  # of the first block that is missing
     began_at: float
     give_up_at: float
@@ -138,6 +139,7 @@ class SharedPool(SchedulerRole):
         self._fetches: dict[int, _Fetch] = {}
         self._waiting: dict[str, _Fetch] = {}  # for one of them, by request
         self._begun: dict[BlockHashWithGroupId, _Asking | _Fetch] = {}  # by the first block that is missing
+        self._behind: dict[str, _Asking | _Fetch] = {}  # what another request has begun, by who waits for it
         self._asked: set[str] = set()  # requests that are not looked up again
         self._to_put: deque[BlockHashWithGroupId] = deque(maxlen=_MAX_TO_PUT)
         self._puts: dict[int, _Put] = {}
@@ -166,6 +168,8 @@ class SharedPool(SchedulerRole):
             self._counts["pool_prompts", "late"] += 1
         if request_id in self._asked or self._clock() < self._closed_until:
             return False
+        if self._is_behind(request_id):
+            return True
         return self._begin(request, computed_tokens)
 
     def step_orders(self, scheduled: Mapping[str, int]) -> Orders:
@@ -196,6 +200,7 @@ class SharedPool(SchedulerRole):
         """Forget a request. A fetch for it goes on: others may find the prefix."""
         self._asked.discard(request.request_id)
         self._waiting.pop(request.request_id, None)
+        self._behind.pop(request.request_id, None)
         if (asking := self._asking.pop(request.request_id, None)) is not None:
             self._forget_key(asking)
 
@@ -253,29 +258,36 @@ class SharedPool(SchedulerRole):
         worth_it = math.ceil(min(max(self._rate.tokens_in(_LEAST_S), 1), _LEAST_TOKENS))
         if missing < worth_it or is_decode_leg(request.kv_transfer_params) or computes_whole_prompt(request):
             return False
-        hit = self._host.find(request, computed_tokens)
-        in_host = hit.tokens if hit is not None else 0
-        keys = {group: self._host.keys_of(request, group) for group in self._host.groups}
-        first = self._first_missing(keys, computed_tokens + in_host)
-        if first is None or missing - in_host < worth_it:
-            return False
-        if (same := self._begun.get(first)) is not None:
-            return self._clock() < same.give_up_at
         if len(self._asking) + len(self._waiting) >= _MAX_UNDER_WAY:
             return True
+        hit = self._host.find(request, computed_tokens)
+        held = computed_tokens + (hit.tokens if hit is not None else 0)
+        keys = {group: self._host.keys_of(request, group) for group in self._host.groups}
+        first = self._first_missing(keys, held)
+        if first is not None and (same := self._begun.get(first)) is not None:
+            self._behind[request.request_id] = same
+            return self._clock() < same.give_up_at
         self._asked.add(request.request_id)
-        probes = self._probes(keys, computed_tokens + in_host + worth_it, request.num_prompt_tokens - 1)
-        if not probes:
+        ends = range((request.num_prompt_tokens - 1) // self._unit * self._unit, held + worth_it - 1, -self._unit)
+        if first is None or not ends:
             return False
         now = self._clock()
+        look = partial(_longest, self._forms, self._space(), keys, self._host.block_tokens, ends)
         asking = _Asking(
-            request, computed_tokens, computed_tokens + in_host, first, now,
-            now + self._rate.seconds_for(missing - in_host),
-            self._lookups.submit(partial(_longest, probes), _LOOKUP_S),
+            request, computed_tokens, held, keys, first, now, now + self._rate.seconds_for(missing),
+            self._lookups.submit(look, _LOOKUP_S),
         )  # fmt: skip
         self._asking[request.request_id] = self._begun[first] = asking
         self._counts["pool_prompts", "asked"] += 1
         return True
+
+    def _is_behind(self, request_id: str) -> bool:
+        """Return whether a request waits for what another one has begun."""
+        same = self._behind.get(request_id)
+        if same is not None and self._begun.get(same.key) is same and self._clock() < same.give_up_at:
+            return True
+        self._behind.pop(request_id, None)
+        return False
 
     def _first_missing(self, keys: Mapping[int, BlockKeys], tokens: int) -> "BlockHashWithGroupId | None":
         """Return the key of the block behind so many tokens, in the first cache group that has one."""
@@ -284,24 +296,6 @@ class SharedPool(SchedulerRole):
             if number < len(of_group):
                 return of_group[number]
         return None
-
-    def _probes(self, keys: Mapping[int, BlockKeys], least: int, most: int) -> list[tuple[int, list[str]]]:
-        """Return the ends at which a prefix may be found, longest first, and the objects that show it."""
-        probes = []
-        for end in range(most // self._unit * self._unit, least - 1, -self._unit):
-            numbers = {group: end // self._host.block_tokens[group] - 1 for group in keys}
-            if all(numbers[group] < len(of_group) for group, of_group in keys.items()):
-                shown = [self._name(of_group[numbers[group]]) for group, of_group in keys.items()]
-                probes.append((end, [name for name in shown if name]))
-        return probes
-
-    def _name(self, key: "BlockHashWithGroupId") -> str:
-        """Return the name of a block's first object on the first rank; empty if that holds no layer of the group."""
-        group, block_hash = group_and_hash(key)
-        if not self._forms[group]:
-            return ""
-        form = self._forms[group][0]
-        return form.key(self._space(), form.first_share, block_hash)
 
     def _space(self) -> str:
         """Return the namespace of the objects that are valid here."""
@@ -343,7 +337,7 @@ class SharedPool(SchedulerRole):
         request = asking.request
         entries, keys = [], []
         for group in self._host.groups:
-            of_group = self._host.keys_of(request, group)
+            of_group = asking.keys[group]
             for number in self._groups[group].needed_blocks(asking.first, end)[0]:
                 if not self._host.holds(of_group[number]):
                     entries.append((group, number))
@@ -377,10 +371,11 @@ class SharedPool(SchedulerRole):
             self._close_for_a_while()
         last = len(fetch.entries) - 1
         came = [index for index in range(len(fetch.entries)) if last - index not in fetch.ends.missing]
-        for index in came if fetch.is_wanted else ():
-            group, number = fetch.entries[index]
-            self._know(fetch.keys[index])
-            self._host.publish_at(fetch.request, group, number, (fetch.hosts[index],))
+        for run in _runs(fetch.entries, came) if fetch.is_wanted else ():
+            for index in run:
+                self._know(fetch.keys[index])
+            group, number = fetch.entries[run[0]]
+            self._host.publish_at(fetch.request, group, number, tuple(fetch.hosts[index] for index in run))
         hit = self._host.find(fetch.request, fetch.first)
         self._tokens += max(fetch.first + hit.tokens - fetch.held, 0) if hit is not None else 0
         self._counts["pool_prompts", "failed" if fetch.ends.failed else "fetched"] += 1
@@ -429,15 +424,42 @@ class SharedPool(SchedulerRole):
             self._known.popitem(last=False)
 
 
-def _longest(probes: Sequence[tuple[int, list[str]]], store: ObjectStore) -> int:
-    """Return the first of the ends whose objects all exist; 0 if there is none. On a thread."""
-    at = 0
-    while at < len(probes):
-        part = probes[at : at + max(1, _LOOKUP_KEYS // max(1, len(probes[at][1])))]
-        names = list(dict.fromkeys(name for _, shown in part for name in shown))
-        exist = dict(zip(names, store.exist(names), strict=True))
-        for end, shown in part:
-            if all(exist[name] for name in shown):
+def _runs(entries: Sequence[tuple[int, int]], came: Iterable[int]) -> Iterator[list[int]]:
+    """Yield the indices of entries that have come, in runs of neighbours in a block table."""
+    run: list[int] = []
+    for index in came:
+        group, number = entries[index]
+        if run and entries[run[-1]] != (group, number - 1):
+            yield run
+            run = []
+        run.append(index)
+    if run:
+        yield run
+
+
+def _longest(
+    forms: "Sequence[Sequence[ObjectForm]]",
+    namespace: str,
+    keys: Mapping[int, BlockKeys],
+    block_tokens: Sequence[int],
+    ends: Sequence[int],
+    store: ObjectStore,
+) -> int:
+    """Return the first of the ends, the longest first, at which all cache groups have a block; 0 if there is none.
+
+    A block is there if its first object on the first rank is. On a thread.
+    """
+    per_call = max(1, _LOOKUP_KEYS // len(keys))
+    for at in range(0, len(ends), per_call):
+        shown: dict[int, list[str]] = {}
+        for end in ends[at : at + per_call]:
+            last = [(group, end // block_tokens[group] - 1) for group in keys]
+            if all(number < len(keys[group]) for group, number in last):
+                named = [(forms[group], group_and_hash(keys[group][number])[1]) for group, number in last]
+                shown[end] = [of[0].key(namespace, of[0].first_share, block_hash) for of, block_hash in named if of]
+        names = list(dict.fromkeys(name for of_end in shown.values() for name in of_end))
+        exist = dict(zip(names, store.exist(names), strict=True)) if names else {}
+        for end, of_end in shown.items():
+            if all(exist[name] for name in of_end):
                 return end
-        at += len(part)
     return 0

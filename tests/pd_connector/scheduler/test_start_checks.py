@@ -154,6 +154,14 @@ def test_what_a_recipe_says_of_an_engine_and_is_not_so_is_one_warning(
         assert end in message
 
 
+def test_a_pool_is_refused_beside_adapters(tmp_path: Path) -> None:
+    config = a_config(tmp_path)
+    config.cache_config.enable_prefix_caching, config.lora_config = True, object()
+    settings = parse_config({"pool": "127.0.0.1:50052", "cpu_bytes_to_use": 1 << 30})
+    with pytest.raises(ConfigError, match=r"pool = '127\.0\.0\.1:50052': with LoRA .* leave pool out"):
+        check_settings(settings, EngineRole.of(config), config)
+
+
 def test_blocks_of_shared_tokens_have_as_many_as_vllm_takes_them_to_have() -> None:
     check_block_sizes((96, 96), [TOKENS, STATES])
     message = r"blocks of \(48, 96\) tokens in its cache groups, which PDConnector takes for \(96, 96\)"

@@ -1,4 +1,7 @@
-"""The worker side: which roles it takes up, how they are asked, what a request waits for, and how all of it ends."""
+"""The worker side: which roles it takes up, how they are asked, what a request waits for, and how all of it ends.
+
+Covers: pd_connector.worker.readers.
+"""
 
 import logging
 import threading

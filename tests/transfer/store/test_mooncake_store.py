@@ -63,7 +63,9 @@ def until_it_works(processes: MooncakeProcesses) -> MooncakeStore:
         store.close()
         return None
 
-    return until(opened, within_s=30)
+    store = until(opened, within_s=30)
+    assert store is not None
+    return store
 
 
 class TestObjects:

@@ -1,4 +1,7 @@
-"""The thread between an engine and a store that may fail, hang, or come back."""
+"""The thread between an engine and a store that may fail, hang, or come back.
+
+Covers: transfer.store.interface.
+"""
 
 import threading
 from collections.abc import Iterator

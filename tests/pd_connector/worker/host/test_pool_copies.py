@@ -60,7 +60,7 @@ class Worker:
         assert (self.rank.memory == expected).all()
 
     def counted(self, name: str) -> int:
-        return int(self.stats.take()["counts"].get(name, 0))
+        return int((self.stats.take() or {"counts": {}})["counts"].get(name, 0))
 
 
 @pytest.fixture

@@ -1,0 +1,54 @@
+"""What engines must have in common to find each other's blocks in a pool."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from layout.geometry import ModelIdentity
+from layout.layer_numbers import LayerNumbers
+from pd_connector.config import ConfigError, parse_config
+from pd_connector.scheduler.host.pool_start import _check_model, contents_of
+
+ROTARY = LayerNumbers("rotary table", ("a.1", "a.0"), (0.5, 0.25), 2)
+MODEL = ModelIdentity("A", "config", "weights", 2, 4, 64, "float32", "auto", numbers=(ROTARY,))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"architecture": "B"},
+        {"config_digest": "other"},
+        {"weights_digest": "other"},
+        {"layers": 3},
+        {"kv_heads": 8},
+        {"head_size": 128},
+        {"model_dtype": "bfloat16"},
+        {"cache_dtype": "fp8"},
+        {"numbers": ()},
+        {"numbers": (replace(ROTARY, numbers=(0.5, 0.26)),)},
+    ],
+)
+def test_engines_that_compute_something_else_share_nothing(change: dict[str, Any]) -> None:
+    assert contents_of(replace(MODEL, **change)) != contents_of(MODEL)
+
+
+def test_the_order_in_which_layers_are_told_does_not_matter() -> None:
+    scale = LayerNumbers("k_scale", ("a.0",), (1.0,))
+    one = replace(MODEL, numbers=(ROTARY, scale))
+    other = replace(MODEL, numbers=(scale, replace(ROTARY, layers=("a.0", "a.1"))))
+    assert contents_of(one) == contents_of(other)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"weights_digest": ""}, "the weights could not be read .* set model_check to 'weights'"),
+        ({"scales_on_the_fly": True}, "the scales of its quantised cache .* leave pool out"),
+    ],
+)
+def test_a_model_whose_blocks_cannot_be_told_from_others_is_refused(change: dict[str, Any], says: str) -> None:
+    config = parse_config({"pool": "127.0.0.1:50052", "cpu_bytes_to_use": 1 << 30})
+    _check_model(config, MODEL)
+    with pytest.raises(ConfigError, match=says):
+        _check_model(config, replace(MODEL, **change))
