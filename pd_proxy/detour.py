@@ -16,7 +16,12 @@ from pd_proxy.apis import Body
 from pd_proxy.settings import AUTO
 
 #: Why a decode server computes a prompt that could take the detour.
-SHORT, SOONER, COMPARED = "a short prompt", "a short prompt, sooner so", "a short prompt, to compare"
+SHORT = "a short prompt"
+#: Why a prompt takes the detour.
+LONG, MEDIA = "a long prompt", "a prompt with media"
+BEYOND, UNKNOWN = "a short prompt, beyond D's share", "a short prompt, not compared yet"
+#: Why either.
+SOONER, COMPARED = "a short prompt, sooner so", "a short prompt, to compare"
 
 #: What of a body can be its prompt, in any API; and members of parts that are no text.
 _PROMPT = frozenset(
@@ -62,6 +67,14 @@ class PromptSize:
         return cls(ids, characters)
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Which way a prompt takes, and why."""
+
+    alone: bool  # a decode server computes it by itself
+    reason: str
+
+
 class Detour:
     """Decides for each prompt, and learns from what became of it. One for a proxy."""
 
@@ -77,18 +90,20 @@ class Detour:
         """Whether any prompt could do without the detour."""
         return self._from != 0
 
-    def reason_against(self, size: PromptSize) -> str | None:
-        """Return why a decode server is to compute a prompt by itself; None if it takes the detour."""
+    def choice(self, size: PromptSize, *, streams: bool) -> Choice:
+        """Choose the way of a prompt. Only if it ``streams``, its first-token time can teach something."""
         if size.has_media:
-            return None
+            return Choice(alone=False, reason=MEDIA)
         tokens = self._tokens_of(size)
         if self._from != AUTO:
-            return SHORT if tokens < int(self._from) else None
-        if tokens > min(_LONGEST, self._credit):
-            return None
-        reason = self._ways.setdefault(_class_of(tokens), _Ways()).choice()
-        self._credit -= tokens if reason else 0
-        return reason
+            return Choice(alone=True, reason=SHORT) if tokens < int(self._from) else Choice(alone=False, reason=LONG)
+        if tokens > _LONGEST:
+            return Choice(alone=False, reason=LONG)
+        if tokens > self._credit:
+            return Choice(alone=False, reason=BEYOND)
+        choice = self._ways.setdefault(_class_of(tokens), _Ways()).choice(streams=streams)
+        self._credit -= tokens if choice.alone else 0
+        return choice
 
     def learn(self, size: PromptSize, tokens: int | None, *, alone: bool, first_token_s: float | None) -> None:
         """Note what became of a request.
@@ -123,17 +138,17 @@ class _Ways:
     def note(self, seconds: float, *, alone: bool) -> None:
         self._taken[alone].append(seconds)
 
-    def choice(self) -> str | None:
-        """Return why D is to compute the next prompt alone; None for the detour."""
-        self._asked += 1
+    def choice(self, *, streams: bool) -> Choice:
+        """Return the way of the next prompt. Only streams are used to compare."""
+        self._asked += streams
         detour, alone = self._taken[False], self._taken[True]
         if min(len(detour), len(alone)) < _ENOUGH:
-            return COMPARED if len(alone) < min(len(detour), _ENOUGH) else None
+            if not streams:
+                return Choice(alone=False, reason=UNKNOWN)
+            return Choice(alone=len(alone) < min(len(detour), _ENOUGH), reason=COMPARED)
         is_sooner = statistics.median(alone) < statistics.median(detour)
-        is_trial = self._asked % _EVERY == 0
-        if is_sooner == is_trial:
-            return None
-        return SOONER if is_sooner else COMPARED
+        is_trial = streams and self._asked % _EVERY == 0
+        return Choice(alone=is_sooner != is_trial, reason=COMPARED if is_trial else SOONER)
 
 
 def _class_of(tokens: float) -> int:

@@ -116,7 +116,8 @@ class Generation(Exchange):
         reason, detour = undivided_reason(self._upstream.api, body), self._upstream.detour
         size = PromptSize.of(body) if detour.is_asked and reason is None else None
         if size is not None:
-            reason = detour.reason_against(size)
+            record.choice = detour.choice(size, streams=record.streams)
+            reason = record.choice.reason if record.choice.alone else None
         if reason is None:
             await TwoLegs(self._upstream, body, client).serve()
         else:

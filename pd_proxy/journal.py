@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from http import HTTPStatus
 from typing import Protocol
 
+from pd_proxy.detour import Choice
 from pd_proxy.settings import Legs
 from pd_proxy.spans import RequestTrace
 
@@ -35,6 +36,7 @@ class Record:
         self.first_token_differs = False  # D's was another one, so that the answer was broken off
         self.prompt_tokens: int | None = None  # by the prefill server's usage
         self.undivided = ""  # why there was no prefill leg
+        self.choice: Choice | None = None  # of ``Detour``, if that was asked
         self.prefill_url = ""
         self.decode_url = ""
         self.prefill_at: float | None = None  # when the prefill leg began, the last one if there were several
@@ -92,6 +94,8 @@ class Record:
             parts.append(f"prefill_retries={self.prefill_retries}")
         if self.undivided:
             parts.append(f"not disaggregated: {self.undivided}")
+        elif self.choice is not None:
+            parts.append(f"detour: {self.choice.reason}")
         if self.problem:
             parts.append(f"problem: {' '.join(self.problem.split())}")  # on one line, whatever a server wrote
         return " ".join(parts)
@@ -117,6 +121,7 @@ class Journal:
         self._none_open.set()
         self._statuses: Counter[int] = Counter()
         self._undivided: Counter[str] = Counter()
+        self._detours: Counter[str] = Counter()
         self._broken_off = 0
         self._legs: Counter[str] = Counter()
         self._prefill_retries = 0
@@ -154,6 +159,8 @@ class Journal:
         self._broken_off += record.broken_off
         if record.undivided:
             self._undivided[record.undivided] += 1
+        if record.choice is not None and not record.choice.alone:
+            self._detours[record.choice.reason] += 1
         if record.legs:
             self._legs[record.legs] += 1
         self._prefill_retries += record.prefill_retries
@@ -177,11 +184,9 @@ class Journal:
         lines += [
             f'pd_proxy_requests_total{{status="{status}"}} {count}' for status, count in sorted(self._statuses.items())
         ]
-        lines.append("# TYPE pd_proxy_not_disaggregated_total counter")
-        lines += [
-            f'pd_proxy_not_disaggregated_total{{reason="{reason}"}} {count}'
-            for reason, count in sorted(self._undivided.items())
-        ]
+        for name, reasons in (("not_disaggregated", self._undivided), ("detours", self._detours)):
+            lines.append(f"# TYPE pd_proxy_{name}_total counter")
+            lines += [f'pd_proxy_{name}_total{{reason="{why}"}} {count}' for why, count in sorted(reasons.items())]
         lines.append("# TYPE pd_proxy_legs_total counter")
         lines += [f'pd_proxy_legs_total{{legs="{legs}"}} {count}' for legs, count in sorted(self._legs.items())]
         for name, count in (

@@ -6,9 +6,10 @@ a client asked or was answered, but the request id.
 
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 
+from pd_proxy.detour import Choice
 from pd_proxy.journal import Record
 
 #: How many requests are kept when they have ended, and for how long.
@@ -88,6 +89,7 @@ class Recent:
         self._under_way: dict[Record, int] = {}  # to its number; the oldest first
         self._ended: deque[Ended] = deque(maxlen=MAX_ENDED)
         self._outcomes: deque[_Outcome] = deque(maxlen=MAX_COUNTED)
+        self._choices: Counter[Choice] = Counter()
 
     def begin(self, record: Record) -> None:
         """A request has come in."""
@@ -101,6 +103,8 @@ class Recent:
         self._ended.append(Ended(self._places, _summary(record, number)))
         ended, failed = record.ended or time.monotonic(), bool(record.failure)
         self._outcomes.append(_Outcome(ended, record.first_token_s, record.handover_s, failed))
+        if record.choice is not None:
+            self._choices[record.choice] += 1
 
     def count_under_way(self) -> int:
         """Return how many requests are under way, shown or not."""
@@ -115,6 +119,10 @@ class Recent:
         """Return the requests that ended behind this place and within the last minutes, in that order."""
         oldest = time.time() - KEPT_S
         return [one for one in self._ended if one.place > place and one.summary.at + (one.summary.ended or 0) >= oldest]
+
+    def choices(self) -> list[tuple[Choice, int]]:
+        """Return how often each way was chosen for a prompt since the start, and why; the most frequent first."""
+        return self._choices.most_common()
 
     def last_minute(self, now: float) -> LastMinute:
         """Return the figures of the minute before ``now``, in monotonic seconds."""

@@ -85,6 +85,7 @@ class StatusPage:
             "kept_s": KEPT_S,
             "max_ended": MAX_ENDED,
             "last_minute": asdict(self._recent.last_minute(time.monotonic())),
+            "choices": [asdict(choice) | {"count": count} for choice, count in self._recent.choices()],
             "servers": [one for servers in self._legs for one in self._servers(servers)],
             "under_way_count": self._recent.count_under_way(),
             "under_way": [asdict(one) for one in self._recent.under_way()],

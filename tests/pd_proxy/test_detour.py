@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pd_proxy.detour import COMPARED, SHORT, SOONER, Detour, PromptSize
+from pd_proxy.detour import BEYOND, COMPARED, LONG, MEDIA, SHORT, SOONER, UNKNOWN, Choice, Detour, PromptSize
 from pd_proxy.settings import AUTO
 from tests.support.examples.fake_servers import TRANSFER, FakeServer, Received, Wire, answers
 from tests.support.examples.served_proxy import ProxySetup
@@ -15,6 +15,16 @@ from tests.support.waiting import until
 
 def of_tokens(number: int) -> PromptSize:
     return PromptSize(number, 0)
+
+
+def against(detour: Detour, size: PromptSize) -> str | None:
+    """Why D is to compute a stream's prompt by itself; None if it takes the detour."""
+    choice = detour.choice(size, streams=True)
+    return choice.reason if choice.alone else None
+
+
+def over_p(reason: str) -> Choice:
+    return Choice(alone=False, reason=reason)
 
 
 # Lengths
@@ -42,11 +52,12 @@ def test_a_prompt_with_an_image_takes_the_detour_and_teaches_nothing() -> None:
     image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]}
     size = PromptSize.of({"messages": [image]})
     assert size.has_media
-    assert [Detour(way).reason_against(size) for way in (900, AUTO)] == [None, None]
+    assert Detour(900).choice(size, streams=True) == over_p(MEDIA)
+    assert [against(Detour(way), size) for way in (900, AUTO)] == [None, None]
     detour = Detour(100)
     for _ in range(100):
         detour.learn(size, 2, alone=False, first_token_s=None)
-    assert detour.reason_against(PromptSize(0, 250)) == SHORT
+    assert against(detour, PromptSize(0, 250)) == SHORT
 
 
 def test_a_deep_prompt_is_measured() -> None:
@@ -59,22 +70,23 @@ def test_a_deep_prompt_is_measured() -> None:
 def test_how_many_characters_a_token_has_is_learnt() -> None:
     detour = Detour(100)
     text = PromptSize(0, 250)
-    assert detour.reason_against(text) == SHORT  # 62 tokens of four characters
+    assert against(detour, text) == SHORT  # 62 tokens of four characters
     for _ in range(100):
         detour.learn(PromptSize(0, 200), 100, alone=False, first_token_s=None)
-    assert detour.reason_against(text) is None  # 125 of two
+    assert against(detour, text) is None  # 125 of two
     for tokens in (3, 2000):  # an image that is no text, and a prompt that a server has added to
         for _ in range(100):
             detour.learn(PromptSize(0, 200), tokens, alone=False, first_token_s=None)
-    assert detour.reason_against(text) is None
+    assert against(detour, text) is None
 
 
 # A fixed length
 
 
 def test_a_number_is_that_of_the_shortest_prompt_that_takes_the_detour() -> None:
-    assert [Detour(64).reason_against(of_tokens(number)) for number in (1, 63, 64, 900)] == [SHORT, SHORT, None, None]
-    assert Detour(0).reason_against(of_tokens(0)) is None
+    assert [against(Detour(64), of_tokens(number)) for number in (1, 63, 64, 900)] == [SHORT, SHORT, None, None]
+    assert against(Detour(0), of_tokens(0)) is None
+    assert Detour(64).choice(of_tokens(64), streams=True) == over_p(LONG)
 
 
 # auto
@@ -85,7 +97,7 @@ def served(detour: Detour, tokens: int, took: Callable[[bool], float], number: i
     reasons = []
     for _ in range(number):
         detour.learn(of_tokens(20_000), 20_000, alone=False, first_token_s=None)
-        reasons.append(detour.reason_against(of_tokens(tokens)))
+        reasons.append(against(detour, of_tokens(tokens)))
         alone = reasons[-1] is not None
         detour.learn(of_tokens(tokens), tokens, alone=alone, first_token_s=took(alone))
     return reasons
@@ -119,7 +131,7 @@ def test_each_length_is_judged_by_itself_and_long_prompts_always_take_the_detour
 def test_d_computes_no_more_than_a_tenth_of_all_tokens(tokens: int) -> None:
     detour, alone = Detour(AUTO), 0
     for number in range(1, 2000):
-        reason = detour.reason_against(of_tokens(tokens))
+        reason = against(detour, of_tokens(tokens))
         alone += reason is not None
         known = None if reason else tokens  # by P
         detour.learn(of_tokens(tokens), known, alone=reason is not None, first_token_s=0.1 if reason else 0.2)
@@ -134,24 +146,38 @@ def test_a_share_that_was_not_used_does_not_pile_up() -> None:
     for _ in range(5):
         detour.learn(of_tokens(100), 100, alone=False, first_token_s=0.2)
         detour.learn(of_tokens(100), None, alone=True, first_token_s=0.1)
-    assert sum(detour.reason_against(of_tokens(100)) is not None for _ in range(1000)) <= 41
+    assert sum(against(detour, of_tokens(100)) is not None for _ in range(1000)) <= 41
 
 
 def test_a_prompt_that_p_refuses_adds_nothing_to_the_share() -> None:
     detour = Detour(AUTO)
     for _ in range(100):
-        assert detour.reason_against(PromptSize(0, 60_000_000)) is None
+        assert against(detour, PromptSize(0, 60_000_000)) is None
         detour.learn(PromptSize(0, 60_000_000), None, alone=False, first_token_s=None)
-        assert detour.reason_against(of_tokens(40)) is None
+        assert against(detour, of_tokens(40)) is None
         detour.learn(of_tokens(40), None, alone=False, first_token_s=0.2)
 
 
-def test_what_is_no_stream_teaches_nothing() -> None:
+def test_the_detour_has_a_reason_too() -> None:
     detour = Detour(AUTO)
+    assert detour.choice(of_tokens(513), streams=True) == over_p(LONG)
+    assert detour.choice(of_tokens(100), streams=True) == over_p(BEYOND)
+    detour.learn(of_tokens(20_000), 20_000, alone=False, first_token_s=None)
+    assert detour.choice(of_tokens(100), streams=True) == over_p(COMPARED)
+    served(detour, 100, lambda alone: 0.2 if alone else 0.1, 10)
+    assert detour.choice(of_tokens(100), streams=True) == over_p(SOONER)
+
+
+def test_what_is_no_stream_teaches_nothing_and_is_not_used_to_compare() -> None:
+    detour, whole = Detour(AUTO), of_tokens(100)
     for _ in range(50):
         detour.learn(of_tokens(20_000), 20_000, alone=False, first_token_s=None)
-        assert detour.reason_against(of_tokens(100)) is None
-        detour.learn(of_tokens(100), 100, alone=False, first_token_s=None)
+        assert detour.choice(whole, streams=False) == over_p(UNKNOWN)
+        detour.learn(whole, 100, alone=False, first_token_s=None)
+    served(detour, 100, lambda alone: 0.1 if alone else 0.2, 20)  # the last one was a trial
+    for _ in range(50):
+        detour.learn(of_tokens(20_000), 20_000, alone=False, first_token_s=None)
+        assert detour.choice(whole, streams=False) == Choice(alone=True, reason=SOONER)
 
 
 # In the proxy
@@ -166,7 +192,10 @@ def test_short_prompts_are_ds_alone_and_counted(
     proxy.complete(prompt=[1] * 64)
     assert (len(p.received), len(d.received)) == (1, 2)
     assert "not disaggregated: a short prompt" in access_lines(2)[0]
-    assert 'pd_proxy_not_disaggregated_total{reason="a short prompt"} 1' in proxy.http.get("/metrics").text
+    assert "detour: a long prompt" in access_lines(2)[1]
+    metrics = proxy.http.get("/metrics").text
+    assert 'pd_proxy_not_disaggregated_total{reason="a short prompt"} 1' in metrics
+    assert 'pd_proxy_detours_total{reason="a long prompt"} 1' in metrics
 
 
 def test_auto_learns_from_streams(setup: ProxySetup, p: FakeServer, d: FakeServer) -> None:

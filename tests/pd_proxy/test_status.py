@@ -115,6 +115,17 @@ def test_what_generates_nothing_is_not_shown(proxy: Proxy) -> None:
     assert [one["identity"] for one in until(lambda: state(proxy)["ended"])] == ["my-id"]
 
 
+def test_how_often_each_way_was_chosen_is_shown_by_reason(setup: ProxySetup, p: FakeServer, d: FakeServer) -> None:
+    proxy = setup.proxy([p], [d], status_page=True, prefill_from=3)
+    for prompt in ([1], [1] * 3, [1] * 4, ["several", "prompts"]):
+        proxy.complete(prompt=prompt)
+    until(lambda: len(state(proxy)["ended"]) == 4)
+    assert state(proxy)["choices"] == [
+        {"alone": False, "reason": "a long prompt", "count": 2},
+        {"alone": True, "reason": "a short prompt", "count": 1},
+    ]
+
+
 def test_an_open_page_hears_of_each_request_once(proxy: Proxy) -> None:
     with news(proxy) as events:
         seen, first = next(events)
