@@ -1,14 +1,18 @@
 """APIs beside OpenAI's completions: what each leg is sent, what the client gets, in each API's own form."""
 
+import ast
 import asyncio
 import copy
+import importlib.util
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pd_proxy.apis import ALL, GENERATE, MESSAGES, RESPONSES, Api
 from pd_proxy.parameters import REMOTE_DECODE, decode_body, prefill_body, undivided_reason
+from pd_proxy.relay import RELAYED, STORED
 from tests.support.examples.fake_servers import NAMED_TRANSFER, TRANSFER, FakeServer, Received, Script, Wire, answers
 from tests.support.examples.served_proxy import Proxy, ProxySetup
 
@@ -381,6 +385,10 @@ def test_p_tells_its_figures_in_the_form_of_the_api(api: Api, answer: dict[str, 
     [
         ("POST", "/tokenize"), ("POST", "/v1/messages/count_tokens?beta=true"), ("GET", "/version"), ("GET", "/ping"),
         ("POST", "/v1/embeddings"), ("POST", "/v1/audio/transcriptions"), ("POST", "/v1/chat/completions/batch"),
+        ("POST", "/generative_scoring"), ("POST", "/v1/systemone"),
+        ("POST", "/v1/completions/render"), ("POST", "/v1/completions/derender"),
+        ("POST", "/v1/chat/completions/render"), ("POST", "/v1/chat/completions/derender"),
+        ("POST", "/v1/messages/render"), ("POST", "/v1/responses/render"),
         ("GET", "/v1/responses/resp_1?stream=true"), ("POST", "/v1/responses/resp_1/cancel"), ("GET", "/mine"),
     ],
 )  # fmt: skip
@@ -399,6 +407,31 @@ def test_what_generates_nothing_goes_to_d_as_it_is(
     [one] = d.received
     assert (one.method, one.path, one.content, one.headers.get("content-type", "")) == (method, path, content, kind)
     assert p.received == []
+
+
+#: Of vLLM: they load adapters or end requests, are no HTTP, or need a package that vLLM does not bring.
+NOT_PASSED_ON = {
+    "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/inference/v1/abort_requests", "/v1/realtime",
+    "/cohere/v2/chat", "/cohere/v2/chat/render",
+}  # fmt: skip
+
+
+def test_every_path_of_vllms_apis_is_served_or_left_out_on_purpose() -> None:
+    vllm = importlib.util.find_spec("vllm")
+    assert vllm is not None
+    assert vllm.origin is not None
+    files = Path(vllm.origin).parent.glob("entrypoints/**/*.py")
+    calls = (node for file in files for node in ast.walk(ast.parse(file.read_text())))
+    named = (ast.literal_eval(call.args[0]) for call in calls if isinstance(call, ast.Call) and _is_route(call))
+    apis = {path for path in named if path.startswith(("/v1/", "/v2/", "/inference/", "/cohere/"))}
+    assert len(apis) > 20
+    assert apis - {api.path for api in ALL} - {*RELAYED, *STORED} - NOT_PASSED_ON == set()
+
+
+def _is_route(call: ast.Call) -> bool:
+    methods = ("get", "post", "websocket", "add_api_route")
+    path = call.args[0].value if call.args and isinstance(call.args[0], ast.Constant) else None
+    return isinstance(call.func, ast.Attribute) and call.func.attr in methods and str(path).startswith("/")
 
 
 def test_what_is_relayed_has_no_transfer_of_a_client(proxy: Proxy, d: FakeServer) -> None:
@@ -427,7 +460,7 @@ def test_what_could_hide_a_transfer_is_not_relayed(proxy: Proxy, d: FakeServer, 
 
 @pytest.mark.parametrize(
     "path",
-    ["/pause", "/v1/responses/render", "/v1/responses/..", "/v1/responses/a/b", "/v1/responses/..%2Fpause", "/mine"],
+    ["/pause", "/v1/responses/derender", "/v1/responses/..", "/v1/responses/a/b", "/v1/responses/..%2Fpause", "/mine"],
 )
 def test_other_paths_reach_no_server_and_say_how_they_would(proxy: Proxy, d: FakeServer, path: str) -> None:
     response = proxy.http.post(f"{proxy.url}{path}") if ".." not in path else proxy.http.get(path)
