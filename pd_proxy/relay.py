@@ -36,6 +36,7 @@ RELAYED = (
     "/v2/rerank",
     "/generative_scoring",
     "/v1/systemone",
+    "/v1/decisions",
     "/v1/completions/render",
     "/v1/completions/derender",
     "/v1/chat/completions/render",

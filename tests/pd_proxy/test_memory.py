@@ -1,10 +1,11 @@
-"""What a request that fails, or whose client leaves, keeps in memory: nothing of its body.
+"""What a request that fails, or whose client leaves, keeps in memory: nothing of its body. And of an answer: little.
 
-Which may be images of many megabytes, and circles of objects are collected seldom in a proxy.
+Bodies may be images of many megabytes, and circles of objects are collected seldom in a proxy.
 """
 
 import gc
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -84,3 +85,34 @@ def test_a_p_that_fails_beside_d_and_is_followed_by_another(setup: ProxySetup, p
     with nothing_kept(proxy, p, other, d):
         for _ in range(2):  # one of them goes to P first
             assert proxy.http.post("/v1/completions", content=CONTENT).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions/batch"], ids=["two legs", "relayed"])
+def test_a_client_that_does_not_read_has_the_server_wait(setup: ProxySetup, p: FakeServer, path: str) -> None:
+    """All that is taken from D is in the proxy, or in the buffers of the kernel, which have a limit."""
+    piece, pieces = b"data: " + b"x" * 65528 + b"\n\n", 2048
+    taken = 0
+
+    async def floods(_: Received, wire: Wire) -> None:
+        nonlocal taken
+        await wire.head()
+        for _ in range(pieces):
+            await wire.chunk(piece)
+            taken += len(piece)
+        await wire.end()
+
+    def stands_still() -> bool:
+        before = taken
+        time.sleep(0.5)
+        return taken == before > 0
+
+    proxy = setup.proxy([p], [setup.server(floods)])
+    body = b'{"prompt": "a", "stream": true}'
+    head = b"POST %s HTTP/1.1\r\nHost: proxy\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+    client = RawClient(proxy, head % (path.encode(), len(body)), body)
+    try:
+        until(stands_still)
+        assert taken < len(piece) * pieces / 4
+        assert client.receive_all().count(b"data: ") == pieces
+    finally:
+        client.leave()  # or the proxy, which is to end, waits for it
