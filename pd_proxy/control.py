@@ -50,6 +50,12 @@ class ControlAddresses:
         """Know none. ``clock`` is a monotonic clock, in seconds."""
         self._clock = clock
         self._told: dict[str, _Told] = {}
+        self._cutting: set[str] = set()  # servers that have left the last token of their last prompt to D
+
+    @property
+    def prompts_are_cut(self) -> bool:
+        """Whether a server leaves the last token of prompts to D, as one does whose model has states."""
+        return bool(self._cutting)
 
     def of(self, url: str) -> Address | None:
         """Return a server's control address; None if it is not known, or not one."""
@@ -57,7 +63,8 @@ class ControlAddresses:
         return None if told is None or told.several else told.now
 
     def learn(self, url: str, transfer: dict[str, Any]) -> None:
-        """Note the address in the ``kv_transfer_params`` of a server's answer."""
+        """Note the address in the ``kv_transfer_params`` of a server's answer, and whether the prompt is cut."""
+        (self._cutting.add if transfer.get("prompt_is_cut") is True else self._cutting.discard)(url)
         address = _address(transfer)
         if address is None:
             self.forget(url)
@@ -80,6 +87,7 @@ class ControlAddresses:
     def forget(self, url: str) -> None:
         """Take a server for a new one. It could not be reached, or its address did not serve."""
         self._told.pop(url, None)
+        self._cutting.discard(url)
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,7 +113,8 @@ class Generation(Exchange):
         record, body = client.record, json_object(content)
         record.identity = passed.request_id(client.headers, body)
         record.streams = body.get("stream") is True
-        reason, detour = undivided_reason(self._upstream.api, body), self._upstream.detour
+        detour, is_cut = self._upstream.detour, self._upstream.control.prompts_are_cut
+        reason = undivided_reason(self._upstream.api, body, is_cut=is_cut)
         size = PromptSize.of(body) if detour.is_asked and reason is None else None
         if size is not None:
             record.choice = detour.choice(size, streams=record.streams)

@@ -44,6 +44,7 @@ whose KV cache D can take over; ``undivided_reason`` names the others, which D c
 
 Several choices (``n``) take both legs, and P computes one token for all of them. vLLM runs each as a request of its own
 on D, with a copy of the same ``kv_transfer_params``: the connector pulls for the first and lets the others follow it.
+Of a model with states, each of the others would be computed all the same, so that D serves such a request alone.
 """  # noqa: E501  the table's rows
 
 from pd_proxy.apis import CUT, Api, Body
@@ -158,22 +159,27 @@ def without_transfer(api: Api | None, body: Body) -> Body:
     return kept
 
 
-def undivided_reason(api: Api, body: Body) -> str | None:
+def undivided_reason(api: Api, body: Body, *, is_cut: bool = False) -> str | None:
     """Why a request goes to D alone, or None where it takes both legs.
 
-    Values of a wrong type count as unusual: D alone judges them.
+    Values of a wrong type count as unusual: D alone judges them. ``is_cut``: P leaves the prompt's last token to D.
     """
     reason = api.undivided(body)
     if reason is not None:
         return reason
     if body.get("truncate_prompt_tokens") == -1:
         return CUT
-    return _sampling_reason(api.parameters(body), chat=api.is_chat)
+    parameters = api.parameters(body)
+    return _number_reason(parameters.get("n"), is_cut=is_cut) or _sampling_reason(parameters, chat=api.is_chat)
+
+
+def _number_reason(n: object, *, is_cut: bool) -> str | None:
+    if n is not None and (not isinstance(n, int) or isinstance(n, bool) or n < 1):
+        return "an invalid number of samples"
+    return "several samples, a model with states" if is_cut and n not in (None, 1) else None
 
 
 def _sampling_reason(parameters: Body, *, chat: bool) -> str | None:
-    if not _is_number_of_choices(parameters.get("n")):
-        return "an invalid number of samples"
     if parameters.get("use_beam_search"):
         return "beam search"
     if _wants_prompt_logprobs(parameters, chat=chat):
@@ -189,10 +195,6 @@ def _drop_from(body: Body, member: str) -> None:
     extra = body.get(member)
     if isinstance(extra, dict) and _TRANSFER in extra:
         body[member] = {name: value for name, value in extra.items() if name != _TRANSFER}
-
-
-def _is_number_of_choices(n: object) -> bool:
-    return n is None or (isinstance(n, int) and not isinstance(n, bool) and n >= 1)
 
 
 def _wants_prompt_logprobs(parameters: Body, *, chat: bool) -> bool:

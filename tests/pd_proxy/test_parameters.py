@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from pd_proxy.apis import CHAT, COMPLETIONS
+from pd_proxy.apis import CHAT, COMPLETIONS, GENERATE
 from pd_proxy.parameters import decode_body, prefill_body, undivided_reason
 
 A_CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
@@ -183,6 +183,12 @@ def test_what_is_not_one_prompt_to_hand_over_goes_to_decode_alone(body: dict[str
 @pytest.mark.parametrize("body", [{"echo": True}, {"n": None}, {"n": 2}, {"logprobs": 5}, {"prompt_logprobs": None}])
 def test_usual_parameters_do_not_keep_a_request_from_both_legs(body: dict[str, Any]) -> None:
     assert undivided_reason(COMPLETIONS, A_TEXT | body) is None
+
+
+@pytest.mark.parametrize(("n", "is_alone"), [(None, False), (1, False), (2, True)])
+def test_several_samples_of_a_model_with_states_are_not_handed_over(n: int | None, is_alone: bool) -> None:
+    for api, body in ((COMPLETIONS, A_TEXT | {"n": n}), (GENERATE, {"token_ids": [1], "sampling_params": {"n": n}})):
+        assert (undivided_reason(api, body, is_cut=True) == "several samples, a model with states") is is_alone
 
 
 @pytest.mark.parametrize(

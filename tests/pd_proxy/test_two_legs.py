@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.examples.fake_servers import TRANSFER, FakeServer, Received, Wire, answers, opened
+from tests.support.examples.fake_servers import NAMED_TRANSFER, TRANSFER, FakeServer, Received, Wire, answers, opened
 from tests.support.examples.served_proxy import Proxy, ProxySetup
 from tests.support.waiting import until
 
@@ -48,6 +48,24 @@ def test_a_request_that_cannot_be_divided_goes_to_decode_alone_and_is_counted(
     assert d.bodies == [{"model": "tiny", "prompt": ["a", "b"]}]
     assert "not disaggregated: several prompts" in access_lines(1)[0]
     assert 'pd_proxy_not_disaggregated_total{reason="several prompts"} 1' in proxy.http.get("/metrics").text
+
+
+def test_choices_of_a_model_with_states_are_d_s_alone_once_p_has_said_so(
+    proxy: Proxy, p: FakeServer, d: FakeServer
+) -> None:
+    def asked(**params: bool) -> int:
+        """How many prefill legs two requests have, of which the first is for P to tell by."""
+        p.script = answers(200, json.dumps({"kv_transfer_params": NAMED_TRANSFER | params}).encode())
+        before = len(p.received)
+        for n in (1, 2):
+            assert proxy.complete(n=n).status_code == 200
+        return len(p.received) - before
+
+    assert asked(prompt_is_cut=True) == 1
+    assert d.bodies[-1] == {"model": "tiny", "prompt": "a question", "n": 2}
+    counted = 'pd_proxy_not_disaggregated_total{reason="several samples, a model with states"} 1'
+    until(lambda: counted in proxy.http.get("/metrics").text)
+    assert asked() == 2
 
 
 @pytest.mark.parametrize(
