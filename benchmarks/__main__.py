@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks import (
+    detour,
     first_token,
     host_memory,
     host_step,
@@ -60,6 +61,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "legs_slow_network": Benchmark(legs.main, ("--bytes-per-s", "2e8", "--lengths", "512", "2000", "3500")),
     "legs_hybrid": Benchmark(legs.main, ("--hybrid", "--lengths", "64", "500", "3500")),
     "first_token": Benchmark(first_token.main),
+    "detour": Benchmark(detour.main),
     "proxy": Benchmark(proxy.main),
     "reuse": Benchmark(reuse.main),
     "multi_turn": Benchmark(multi_turn.main),

@@ -22,10 +22,11 @@ WAYS = (P, FROM_P, FROM_D)
 VOCABULARY = range(1000, 40000)  # of the model, without what is no text
 
 
-def first_event_s(http: httpx.Client, url: str, tokens: int) -> float:
+def first_event_s(http: httpx.Client, url: str, tokens: int, answer_tokens: int = 8) -> float:
     """Return the seconds until the first event of a stream; the stream is read to its end."""
     prompt = [random.choice(VOCABULARY) for _ in range(tokens)]
-    body = {"model": NAME, "prompt": prompt, "max_tokens": 8, "temperature": 0, "stream": True, "ignore_eos": True}
+    body = {"model": NAME, "prompt": prompt, "max_tokens": answer_tokens, "temperature": 0, "stream": True,
+            "ignore_eos": True}  # fmt: skip
     start, first = time.perf_counter(), 0.0
     with http.stream("POST", f"{url}/v1/completions", json=body) as answer:
         answer.raise_for_status()

@@ -2,8 +2,12 @@
 
 A prefill and a decode server that compute nothing (uvicorn, as vLLM's, each in a process of its own) behind a proxy in
 another. All requests of a burst are sent at once, each on a connection of its own. Reported are the requests that
-failed, the proxy's processor time for each (both legs, a stream of some events), and how long the whole burst took:
-on a machine with few cores that is the servers' time and this process's, too.
+failed, the proxy's processor time, and how long the longer bursts took: on a machine with few cores that is the
+servers' time and this process's, too.
+
+Bursts of short and of long streams take turns. Their difference is the time for a chunk that D streams, and what is
+left of the short ones without their chunks the time for a request, both legs. Where the proxy is busy all the time, it
+passes several chunks on as one, so that a chunk is cheaper.
 
 There is a pause between bursts, so that each finds idle connections of another age: vLLM's server closes them after
 5 s.
@@ -35,20 +39,22 @@ WAYS = ("together", "in-turn")
 TRANSFER = {"remote_host": HOST, "remote_port": 9, "remote_attempt": 0, "lease_id": "none"}
 EVENT = {"id": "cmpl-0", "object": "text_completion", "created": 0, "model": "none",
          "choices": [{"index": 0, "text": " token", "logprobs": None, "finish_reason": None}]}  # fmt: skip
-MS = 2.0  # the target
+REQUEST_MS, CHUNK_MS = 1.0, 0.15  # the targets
 
 
 class FakeServer:
     """P or D without a model: an ASGI application."""
 
-    def __init__(self, leg: str, events: int, wait_s: float) -> None:
-        self._leg, self._events, self._wait_s = leg, events, wait_s
+    def __init__(self, leg: str, wait_s: float) -> None:
+        self._leg, self._wait_s = leg, wait_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        while (await receive()).get("more_body"):
-            pass
+        body, more = b"", True
+        while more:
+            message = await receive()
+            body, more = body + message.get("body", b""), message.get("more_body", False)
         await asyncio.sleep(self._wait_s)
         kind = b"application/json" if self._leg == "prefill" else b"text/event-stream"
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]})
@@ -57,7 +63,7 @@ class FakeServer:
             await send({"type": "http.response.body", "body": json.dumps(answer).encode()})
             return
         event = b"data: %s\n\n" % json.dumps(EVENT).encode()
-        for _ in range(self._events):
+        for _ in range(json.loads(body)["max_tokens"]):
             await send({"type": "http.response.body", "body": event, "more_body": True})
             await asyncio.sleep(0.01)
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
@@ -88,9 +94,9 @@ def process(*words: str) -> Iterator[tuple[str, int]]:
             running.kill()
 
 
-async def ask(port: int) -> str:
-    """Send one request; return what is wrong with the answer, if anything."""
-    body = json.dumps({"model": "none", "prompt": "a question " * 100, "max_tokens": 100, "stream": True}).encode()
+async def ask(port: int, chunks: int) -> str:
+    """Ask for a stream of so many chunks; return what is wrong with the answer, if anything."""
+    body = json.dumps({"model": "none", "prompt": "a question " * 100, "max_tokens": chunks, "stream": True}).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nHost: proxy\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
     try:
         reader, writer = await asyncio.open_connection(HOST, port)
@@ -105,60 +111,66 @@ async def ask(port: int) -> str:
     return "" if whole else repr(answer[:40] + b" ... " + answer[-200:])
 
 
-async def burst(port: int, requests: int) -> list[str]:
+async def burst(port: int, requests: int, chunks: int) -> list[str]:
     """Send so many requests at once; return what was wrong, of each that failed."""
-    return [wrong for wrong in await asyncio.gather(*(ask(port) for _ in range(requests))) if wrong]
+    return [wrong for wrong in await asyncio.gather(*(ask(port, chunks) for _ in range(requests))) if wrong]
 
 
 def measure(way: str, requests: int, options: argparse.Namespace) -> dict[str, float]:
     """Return what bursts of so many requests cost a new proxy."""
     with ExitStack() as stack:
-        each = ["--events", str(options.events), "--wait-s", str(options.wait_s)]
+        each = ["--wait-s", str(options.wait_s)]
         servers = [
             stack.enter_context(process("benchmarks.proxy", "--serve", leg, *each)) for leg in ("prefill", "decode")
         ]
         legs = ["--prefill", servers[0][0], "--decode", servers[1][0], "--legs", way]
         url, pid = stack.enter_context(process("pd_proxy", "--port", "0", *legs))
         port, proxy = int(url.rpartition(":")[2]), psutil.Process(pid)
-        asyncio.run(burst(port, 20))
-        failed, cpu_ms, took_s = list[str](), [], []
-        for _ in range(options.rounds):
+        few, many = options.chunks
+        asyncio.run(burst(port, 20, few))
+        failed, took_s = list[str](), []
+        cpu_ms: dict[int, list[float]] = {few: [], many: []}
+        for chunks in (few, many) * options.rounds:
             time.sleep(options.pause_s)
             before, start = sum(proxy.cpu_times()[:2]), time.monotonic()
-            failed += asyncio.run(burst(port, requests))
-            took_s.append(time.monotonic() - start)
-            cpu_ms.append((sum(proxy.cpu_times()[:2]) - before) / requests * 1e3)
-    figures = {"sent": float(options.rounds * requests), "failed": float(len(failed)),
-               "cpu_ms": statistics.median(cpu_ms), "took_s": statistics.median(took_s)}  # fmt: skip
-    print(f"{way:>9} {requests:>9,} {options.rounds * requests:>7,} {len(failed):>7} {figures['cpu_ms']:>14.2f} "
-          f"{figures['took_s']:>9.1f}")  # fmt: skip
+            failed += asyncio.run(burst(port, requests, chunks))
+            took_s += [time.monotonic() - start] if chunks == many else []
+            cpu_ms[chunks].append((sum(proxy.cpu_times()[:2]) - before) / requests * 1e3)
+    short_ms, long_ms = (statistics.median(cpu_ms[chunks]) for chunks in (few, many))
+    chunk_ms = (long_ms - short_ms) / (many - few)
+    sent = 2 * options.rounds * requests
+    figures = {"sent": float(sent), "failed": float(len(failed)), "request_ms": short_ms - few * chunk_ms,
+               "chunk_ms": chunk_ms, "took_s": statistics.median(took_s)}  # fmt: skip
+    print(f"{way:>9} {requests:>9,} {sent:>7,} {len(failed):>7} {figures['request_ms']:>14.2f} "
+          f"{figures['chunk_ms']:>12.3f} {figures['took_s']:>9.1f}")  # fmt: skip
     for wrong, times in Counter(failed).most_common(3):
         print(f"{times} times: {wrong}")
     return figures
 
 
-def serve(leg: str, events: int, wait_s: float) -> None:
+def serve(leg: str, wait_s: float) -> None:
     """Be one of the servers, until a signal comes."""
-    uvicorn.run(FakeServer(leg, events, wait_s), host=HOST, port=0, log_level="info", access_log=False)
+    uvicorn.run(FakeServer(leg, wait_s), host=HOST, port=0, log_level="info", access_log=False)
 
 
 def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     """Print a table, and return the figures by how the legs are sent and by the requests of a burst."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, nargs="+", default=[100, 1000], help="of a burst")
-    parser.add_argument("--rounds", type=int, default=2, help="bursts")
-    parser.add_argument("--events", type=int, default=16, help="of an answer's stream")
+    parser.add_argument("--rounds", type=int, default=3, help="bursts of short streams, and of long ones")
+    parser.add_argument("--chunks", type=int, nargs=2, default=[1, 33], help="of a short stream, and of a long one")
     parser.add_argument("--pause-s", type=float, default=1.5, help="between bursts")
     parser.add_argument("--wait-s", type=float, default=0.05, help="of a server before it answers")
     parser.add_argument("--serve", choices=["prefill", "decode"], help=argparse.SUPPRESS)
     options = parser.parse_args(words)
     if options.serve:
-        serve(options.serve, options.events, options.wait_s)
+        serve(options.serve, options.wait_s)
         return {}
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
-    print(f"streams of {options.events} events; target: nothing fails, under {MS:g} ms a request")
-    print(f"{'legs':>9} {'at once':>9} {'sent':>7} {'failed':>7} {'CPU ms, median':>14} {'burst, s':>9}")
+    print(f"processor time of the proxy, medians; targets: nothing fails, {REQUEST_MS:g} ms a request, {CHUNK_MS:g} ms "
+          "a streamed chunk")  # fmt: skip
+    print(f"{'legs':>9} {'at once':>9} {'sent':>7} {'failed':>7} {'request, ms':>14} {'chunk, ms':>12} {'burst, s':>9}")
     return {way: {str(many): measure(way, many, options) for many in options.requests} for way in WAYS}
 
 

@@ -14,7 +14,11 @@ TRANSFERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("first token with `--first-token prefill`, beside P alone", "{:.2f} times", ("first_token:1000/ratio",)),
     (
         "the proxy's processor time for a request, both legs, 1,000 at once", "{:.1f} ms, in turn {:.1f}",
-        ("proxy:together/1000/cpu_ms", "proxy:in-turn/1000/cpu_ms"),
+        ("proxy:together/1000/request_ms", "proxy:in-turn/1000/request_ms"),
+    ),
+    (
+        "the same for a streamed chunk, 100 at once", "{:.2f} ms, in turn {:.2f}",
+        ("proxy:together/100/chunk_ms", "proxy:in-turn/100/chunk_ms"),
     ),
     (
         "layers together, TP 2 to 1, beside one contiguous read", "{:.1f} times",
