@@ -168,6 +168,7 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
         return {}
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    print(f"load average of a minute before, on {os.cpu_count()} cores: {os.getloadavg()[0]:.1f}")
     print(f"processor time of the proxy, medians; targets: nothing fails, {REQUEST_MS:g} ms a request, {CHUNK_MS:g} ms "
           "a streamed chunk")  # fmt: skip
     print(f"{'legs':>9} {'at once':>9} {'sent':>7} {'failed':>7} {'request, ms':>14} {'chunk, ms':>12} {'burst, s':>9}")
