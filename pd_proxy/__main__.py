@@ -126,6 +126,7 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[Settings, Server]:
             without_prefill=WithoutPrefill(options.without_prefill),
             prefill_from=options.prefill_from,
             relay=tuple(options.relay),
+            draining=options.draining,
             connect_timeout_s=options.connect_timeout,
             request_timeout_s=options.request_timeout,
             status_page=options.status_page,
@@ -233,6 +234,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PATH",
         help="send requests for PATH to a decode server as they are, beside those that the proxy knows and does not "
         "divide; repeatable. Whoever reaches the proxy can then use it: name no administrative path (default: none)",
+    )
+    parser.add_argument(
+        "--draining",
+        metavar="FILE",
+        help="names the servers that are to be restarted, one URL a line; may change at any time. They get no new "
+        "requests, and decode servers hand over those under way: streams of text go on at another one (default: none)",
     )
     parser.add_argument(
         "--api-key",

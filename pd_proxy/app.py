@@ -5,7 +5,7 @@ The application owns the connections to the servers (and with them every request
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from http import HTTPStatus
 
 from starlette.applications import Starlette
@@ -19,6 +19,7 @@ from pd_proxy.apis import Api
 from pd_proxy.connection_pool import Connections
 from pd_proxy.control import CircuitBreaker, ControlAddresses
 from pd_proxy.detour import Detour
+from pd_proxy.draining import Draining
 from pd_proxy.error_answers import error_response
 from pd_proxy.exchange import Generation
 from pd_proxy.journal import Journal
@@ -44,6 +45,7 @@ def create_app(settings: Settings) -> Starlette:
     pages = _Pages(prefill, decode, journal, settings)
     control, breaker, detour = ControlAddresses(), CircuitBreaker(), Detour(settings.prefill_from)
     tracing = Tracing(settings.traces_endpoint)
+    draining = None if settings.draining is None else Draining(settings.draining, (prefill, decode))
     status = [] if recent is None else StatusPage((prefill, decode), control, recent).routes
 
     def generation(api: Api) -> Route:
@@ -58,6 +60,7 @@ def create_app(settings: Settings) -> Starlette:
             without_prefill=settings.without_prefill,
             detour=detour,
             api_key=settings.api_key,
+            moves=draining is not None and len(settings.decode) > 1,
         )
         return Route(api.path, Generation(upstream, journal, tracing, settings.max_body_bytes), methods=["POST"])
 
@@ -68,7 +71,7 @@ def create_app(settings: Settings) -> Starlette:
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        async with connections:
+        async with connections, draining.watched() if draining is not None else nullcontext():
             yield
             # The ASGI server has ended or cancelled all requests; without this it could end the process before
             # the cancelled ones have closed their connections and are logged.

@@ -13,6 +13,7 @@ from pd_proxy.apis import Api, Body
 from pd_proxy.error_answers import LegFailed
 from pd_proxy.first_token import FirstToken
 from pd_proxy.http_client import Client
+from pd_proxy.moves import Written
 from pd_proxy.servers import Answer, Server
 from pd_proxy.upstream import Upstream
 from pd_proxy.usage import Details, corrected, corrected_whole
@@ -33,6 +34,7 @@ async def run_decode(
     may_answer: Callable[[int], Awaitable[None]] = at_once,
     first_token: FirstToken | None = None,
     details: Details | None = None,
+    written: Written | None = None,
 ) -> None:
     """Send a request to a decode server, and its answer, whatever it is, to the client.
 
@@ -41,17 +43,21 @@ async def run_decode(
         may_answer: is given the answer's status, and awaited, before the client gets anything of it.
         first_token: with which the client's answer may have begun.
         details: of the prompt, from the prefill leg; None if the answer's own are right.
+        written: of an answer that may move; afterwards, it says whether the answer is left to another decode server.
 
     Raises:
         LegFailed: no server could be reached, or the one that was reached fell silent, broke off, or gave an answer
-            that does not continue the first token.
+            that does not continue what the client has.
         ClientDisconnect: the client left.
     """
     record = client.record
     started = time.monotonic()
     record.first_byte_s, record.decode_at = None, started
+    if written is not None:
+        body, details = body | {"return_token_ids": True}, written.details(details)
     content = json.dumps(body).encode()
-    headers = upstream.headers(client.headers, record.identity, relayed=first_token is None)
+    is_relayed = first_token is None and written is None
+    headers = upstream.headers(client.headers, record.identity, relayed=is_relayed)
 
     def note(server: Server) -> None:
         record.decode_url = server.url
@@ -79,8 +85,12 @@ async def run_decode(
             await anyio.lowlevel.checkpoint_if_cancelled()
             if status != answer.status:
                 record.problem = f"decode server {answer.url} began its stream with an error of status {status}"
-            await _pass_on(client, answer, _with(begun + first, pieces), upstream.api, first_token, details)
-    await client.end()
+            whole = _with(begun + first, pieces)
+            if written is not None:
+                whole = written.followed(answer.url, whole, lambda: upstream.decode.can_spare(answer.server))
+            await _pass_on(client, answer, whole, upstream.api, first_token, details)
+    if written is None or not written.is_due:
+        await client.end()
 
 
 async def _pass_on(
@@ -92,12 +102,13 @@ async def _pass_on(
     details: Details | None,
 ) -> None:
     """Send the client what D answers."""
-    if first_token is not None and await first_token.is_sent():
+    has_token = first_token is not None and await first_token.is_sent()
+    if client.started:
         if answer.status != HTTPStatus.OK:
             what = f"answered with status {answer.status}"
             shown = await anext(whole, b"")
             raise LegFailed(HTTPStatus.BAD_GATEWAY, "decode", answer.url, what, repr(shown[:500]))
-        rest = first_token.continued(answer.url, whole)
+        rest = first_token.continued(answer.url, whole) if first_token is not None and has_token else whole
         async for piece in rest if details is None else corrected(rest, api.figures, details):
             await client.send_piece(piece)
     elif details is None or not _may_be_corrected(answer):

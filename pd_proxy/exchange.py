@@ -1,8 +1,10 @@
 """One client's request on its way: read, sent to the servers, answered, logged."""
 
 import asyncio
+import logging
 from abc import ABC, abstractmethod
 from contextlib import suppress
+from dataclasses import replace
 from http import HTTPStatus
 
 import anyio
@@ -10,16 +12,20 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from pd_proxy import headers as passed
-from pd_proxy.apis import KEPT, Body
+from pd_proxy.apis import COMPLETIONS, KEPT, Body
 from pd_proxy.decode import run_decode
 from pd_proxy.detour import PromptSize
 from pd_proxy.error_answers import ErrorShape, LegFailed, LegRefused, RequestError, let_go_of_bodies
 from pd_proxy.http_client import Client, json_object, read_content, while_connected
 from pd_proxy.journal import CLIENT_LEFT, Journal
 from pd_proxy.legs import TwoLegs
+from pd_proxy.moves import Written, may_move
 from pd_proxy.parameters import decode_body, undivided_reason
+from pd_proxy.settings import Legs
 from pd_proxy.spans import Tracing
 from pd_proxy.upstream import Upstream
+
+logger = logging.getLogger(__name__)
 
 #: Longest wait for a client to take the reason why its stream is broken off at shutdown.
 _LAST_WORD_S = 0.5
@@ -108,6 +114,8 @@ class Generation(Exchange):
     def __init__(self, upstream: Upstream, journal: Journal, tracing: Tracing, max_body_bytes: int) -> None:
         super().__init__(upstream.api.path, upstream.api.errors, journal, tracing, max_body_bytes)
         self._upstream = upstream
+        # In turn: of legs that go at once, P's failure counts only while the client has got nothing.
+        self._of_rests = replace(upstream, api=COMPLETIONS, legs=Legs.IN_TURN)
 
     async def _serve(self, request: Request, client: Client, content: bytes) -> None:
         record, body = client.record, json_object(content)
@@ -119,16 +127,49 @@ class Generation(Exchange):
         if size is not None:
             record.choice = detour.choice(size, streams=record.streams)
             reason = record.choice.reason if record.choice.alone else None
+        api = self._upstream.api
+        written = Written(api, body) if self._upstream.moves and may_move(api, body) else None
         if reason is None:
-            await TwoLegs(self._upstream, body, client).serve()
+            await TwoLegs(self._upstream, body, client, written).serve()
         else:
-            await self._alone(body, client, reason)
+            await self._alone(body, client, reason, written)
+        while written is not None and written.is_due:
+            await self._move(client, written)
         if size is not None:
             # A prompt that D has computed for want of a P was late for other reasons.
             first_token_s = record.first_token_s if reason or record.legs else None
             detour.learn(size, record.prompt_tokens, alone=reason is not None, first_token_s=first_token_s)
 
-    async def _alone(self, body: Body, client: Client, reason: str) -> None:
+    async def _move(self, client: Client, written: Written) -> None:
+        """Have another decode server go on with an answer.
+
+        Raises:
+            LegFailed: none could.
+        """
+        record = client.record
+        client.record = record.begin_rest()
+        try:
+            await self._serve_rest(client, written)
+        except LegFailed:
+            record.moves["failed"] += 1
+            raise
+        finally:
+            client.record = record
+        record.moves["continued"] += 1
+
+    async def _serve_rest(self, client: Client, written: Written) -> None:
+        """Serve the rest of an answer: with both legs or, if that fails, by a decode server alone."""
+        try:
+            await TwoLegs(self._of_rests, written.rest(), client, written).serve()
+        except (LegFailed, LegRefused) as failure:
+            let_go_of_bodies(failure)
+            if not written.can_go_on:
+                raise
+            logger.warning("%s, for the rest of request %s: once more", failure, client.record.identity)
+            rest = decode_body(COMPLETIONS, written.rest(), None)
+            await run_decode(self._of_rests, client, rest, written=written)
+
+    async def _alone(self, body: Body, client: Client, reason: str, written: Written | None) -> None:
         """Have a decode server serve the whole request."""
         record = client.record
         record.undivided = reason
@@ -138,4 +179,4 @@ class Generation(Exchange):
                 f"{len(self._upstream.decode.members)}; send the whole conversation as input, without "
                 "previous_response_id and background"
             )
-        await run_decode(self._upstream, client, decode_body(self._upstream.api, body, None))
+        await run_decode(self._upstream, client, decode_body(self._upstream.api, body, None), written=written)

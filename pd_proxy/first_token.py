@@ -12,7 +12,7 @@ them, differently from streams.
 """
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection, Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -23,9 +23,9 @@ from pd_proxy.error_answers import LegFailed
 from pd_proxy.headers import event_stream
 from pd_proxy.http_client import Client
 
-#: Which cannot change what is sampled, or how it is shown, whatever their values. Sampling is greedy, so that vLLM
-#: ignores ``top_p`` and its like.
-_HARMLESS = frozenset(
+#: Which cannot change what is sampled greedily, or how it is shown, whatever their values: vLLM then ignores ``top_p``
+#: and its like.
+HARMLESS = frozenset(
     {
         "model",
         "prompt",
@@ -50,7 +50,7 @@ _HARMLESS = frozenset(
     }
 )
 #: Which shape the first token or could end the text with it, and their values that do neither.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
     "echo": (False,),
@@ -75,17 +75,26 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 def may_begin(body: Body) -> bool:
     """Return whether P's token is the first of D's answer, by what the client asked for in a completion."""
-    if body.get("stream") is not True:
-        return False
     temperature, limit = body.get("temperature"), body.get("max_tokens")
     if isinstance(temperature, bool) or temperature not in (0, 0.0):
         return False  # not greedy, or as the server's own default says
     if limit is not None and (not isinstance(limit, int) or limit < 2):
         return False  # D would have nothing to add, or refuses
+    return is_plain(body, HARMLESS, NEUTRAL)
+
+
+def is_plain(body: Body, harmless: Collection[str], neutral: Mapping[str, tuple[Any, ...]]) -> bool:
+    """Return whether a request is for a stream, has parameters of these names and values alone, and counts at the end.
+
+    Args:
+        body: of the client.
+        harmless: names whose values do not matter.
+        neutral: the values that do not matter, by name.
+    """
     options = body.get("stream_options") or {}
-    if not isinstance(options, dict) or options.get("continuous_usage_stats"):
+    if body.get("stream") is not True or not isinstance(options, dict) or options.get("continuous_usage_stats"):
         return False
-    return all(name in _HARMLESS or value is None or value in _NEUTRAL.get(name, ()) for name, value in body.items())
+    return all(name in harmless or value is None or value in neutral.get(name, ()) for name, value in body.items())
 
 
 class FirstToken:
@@ -116,7 +125,7 @@ class FirstToken:
         self._text = text
         self._client.record.first_token = True
         await self._client.start(HTTPStatus.OK, event_stream(self._client.record.identity))
-        await self._client.send_piece(_event(event))
+        await self._client.send_piece(event_of(event))
         self._sent.set()
 
     async def is_sent(self) -> bool:
@@ -160,7 +169,7 @@ class FirstToken:
         if missing[:taken] != text[:taken] or (ends and taken < len(missing)):
             raise self._differs(url, raw)
         choice["text"] = text[taken:]
-        return missing[taken:], _event(event) if choice["text"] or ends else b""
+        return missing[taken:], event_of(event) if choice["text"] or ends else b""
 
     def _differs(self, url: str, raw: bytes) -> LegFailed:
         shown = raw[:300].decode("utf-8", "replace")
@@ -169,5 +178,6 @@ class FirstToken:
         return LegFailed(HTTPStatus.BAD_GATEWAY, "decode", url, what, f"{self._text!r}: {shown}")
 
 
-def _event(content: object) -> bytes:
+def event_of(content: object) -> bytes:
+    """Return an event of a stream, as vLLM writes it."""
     return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

@@ -32,6 +32,8 @@ class Record:
         self.streams = False  # whether the client has asked for a stream
         self.legs = ""  # how they were sent, as in ``Settings``; empty without a prefill leg
         self.prefill_retries = 0  # prefill servers that took the request and failed, so that another one got it
+        self.rest: Record | None = None  # of what the last decode server wrote to which the answer has moved
+        self.moves: Counter[str] = Counter()  # by how the rest went on
         self.first_token = False  # whether the answer began with P's
         self.first_token_differs = False  # D's was another one, so that the answer was broken off
         self.prompt_tokens: int | None = None  # by the prefill server's usage
@@ -49,6 +51,12 @@ class Record:
         self.trace = RequestTrace()
         self.started = time.monotonic()
         self.ended: float | None = None
+
+    def begin_rest(self) -> "Record":
+        """The answer moves to another decode server: return the record of that, with figures of its own."""
+        self.rest = Record(self.path)
+        self.rest.identity, self.rest.trace = self.identity, self.trace
+        return self.rest
 
     @property
     def failure(self) -> str:
@@ -92,6 +100,8 @@ class Record:
             parts.append("first_token=prefill")
         if self.prefill_retries:
             parts.append(f"prefill_retries={self.prefill_retries}")
+        if self.rest is not None:
+            parts.append(f"moved={self.rest.decode_url or '-'}")
         if self.undivided:
             parts.append(f"not disaggregated: {self.undivided}")
         elif self.choice is not None:
@@ -131,6 +141,7 @@ class Journal:
         self._prefills = 0
         self._first_byte_s: defaultdict[str, float] = defaultdict(float)  # by how the legs were sent
         self._first_bytes: Counter[str] = Counter()
+        self._moves = Counter(continued=0, failed=0)
         self._handover_s = dict.fromkeys(map(str, Legs), 0.0)  # by how the legs were sent
         self._handovers: Counter[str] = Counter()
 
@@ -164,6 +175,7 @@ class Journal:
         if record.legs:
             self._legs[record.legs] += 1
         self._prefill_retries += record.prefill_retries
+        self._moves.update(record.moves)
         self._first_tokens += record.first_token
         self._first_tokens_differ += record.first_token_differs
         if record.prefill_s is not None:
@@ -189,6 +201,8 @@ class Journal:
             lines += [f'pd_proxy_{name}_total{{reason="{why}"}} {count}' for why, count in sorted(reasons.items())]
         lines.append("# TYPE pd_proxy_legs_total counter")
         lines += [f'pd_proxy_legs_total{{legs="{legs}"}} {count}' for legs, count in sorted(self._legs.items())]
+        lines.append("# TYPE pd_proxy_moved_total counter")
+        lines += [f'pd_proxy_moved_total{{result="{result}"}} {count}' for result, count in self._moves.items()]
         for name, count in (
             ("prefill_retries", self._prefill_retries),
             ("first_tokens_from_prefill", self._first_tokens),

@@ -28,6 +28,7 @@ from pd_proxy.decode import at_once, run_decode
 from pd_proxy.error_answers import LegFailed, LegRefused, NothingHandedOver, Retry, let_go_of_bodies
 from pd_proxy.first_token import FirstToken, may_begin
 from pd_proxy.http_client import Client
+from pd_proxy.moves import Written
 from pd_proxy.parameters import decode_body, following
 from pd_proxy.prefill import run_prefill
 from pd_proxy.servers import Server
@@ -67,11 +68,12 @@ class _Prefill:
 class TwoLegs:
     """One client's request and both its legs."""
 
-    def __init__(self, upstream: Upstream, body: Body, client: Client) -> None:
+    def __init__(self, upstream: Upstream, body: Body, client: Client, written: Written | None = None) -> None:
         self._upstream = upstream
         self._body = body
         self._client = client
         self._record = client.record
+        self._written = written
         wanted = upstream.first_token == FirstTokenFrom.PREFILL and upstream.api is COMPLETIONS and may_begin(body)
         self._first_token = FirstToken(client) if wanted else None
 
@@ -221,6 +223,7 @@ class TwoLegs:
             may_answer=may_answer,
             first_token=self._first_token,
             details=details,
+            written=self._written,
         )
 
     def _after_news_of(self, prefill: _Prefill, server: Server, address: Address) -> Callable[[int], Awaitable[None]]:

@@ -162,7 +162,7 @@ def _summary(record: Record, number: int) -> RequestSummary:
         at=time.time() - (time.monotonic() - record.started),
         legs=record.legs,
         prefill_url=record.prefill_url,
-        decode_url=record.decode_url,
+        decode_url=record.decode_url if record.rest is None else record.rest.decode_url,
         prefill_began=since(record.prefill_at),
         prefill_ended=after(record.prefill_at, record.prefill_s),
         decode_began=since(record.decode_at),

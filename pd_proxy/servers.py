@@ -5,6 +5,7 @@ Nothing here knows what a leg's request or answer means. Everything runs on one 
 Retries. A server that refuses the connection has not seen the request, so the next one is tried, on either leg. A
 request that may have reached a decode server is never sent to another: it may have begun to read and release the
 blocks that ``kv_transfer_params`` names. What becomes of a request that a prefill server failed is not decided here.
+The rest of an answer that moves is another request: see ``moves``.
 """
 
 import asyncio
@@ -40,6 +41,7 @@ class Server:
         self.in_flight = 0  # requests sent and not yet answered to the end
         self.last_chosen = 0  # counter value; breaks ties in turn
         self.skip_until = 0.0  # monotonic seconds
+        self.is_leaving = False  # it is to be restarted
 
 
 class Answer:
@@ -47,8 +49,8 @@ class Answer:
 
     def __init__(self, leg: Leg, server: Server, response: Response) -> None:
         self._leg = leg
-        self._server = server
         self._response = response
+        self.server = server
         self.url = server.url
         self.status = response.status
         self.raw_headers = response.raw_headers
@@ -75,7 +77,7 @@ class Answer:
             self._response.check_whole()
         # Without its C extension, aiohttp raises the second one for what is not HTTP.
         except (aiohttp.ClientError, HttpProcessingError, TimeoutError) as error:
-            raise _failed(self._leg, self._server, error) from error
+            raise _failed(self._leg, self.server, error) from error
 
 
 class Servers:
@@ -92,7 +94,14 @@ class Servers:
         """Return all servers, the one to ask first at the beginning."""
         # A server that just refused comes last instead of being left out: it may be the only one, and back again.
         now = time.monotonic()
-        return sorted(self.members, key=lambda one: (one.skip_until > now, one.in_flight, one.last_chosen))
+        return sorted(
+            self.members, key=lambda one: (one.is_leaving, one.skip_until > now, one.in_flight, one.last_chosen)
+        )
+
+    def can_spare(self, server: Server) -> bool:
+        """Return whether a server is leaving, and another one is there for its requests."""
+        now = time.monotonic()
+        return server.is_leaving and any(not one.is_leaving and one.skip_until <= now for one in self.members)
 
     @asynccontextmanager
     async def request(

@@ -54,6 +54,7 @@ class Settings:
     without_prefill: WithoutPrefill = WithoutPrefill.FAIL
     prefill_from: int | str = 0  # tokens of the shortest prompt that takes the detour over P, or AUTO
     relay: tuple[str, ...] = ()  # paths that go to a decode server as they are, beside those that the proxy knows
+    draining: str | None = None  # file that names servers which are to be restarted, one URL a line
     connect_timeout_s: float = 5.0  # longest wait for a TCP connection to a server
     request_timeout_s: float = 600.0  # longest silence of a server: to its answer, and between two pieces of it
     skip_s: float = 5.0  # how long a server that refused a connection is tried last

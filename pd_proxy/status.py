@@ -110,7 +110,9 @@ class StatusPage:
 
 
 def _state_of(server: Server) -> str:
-    """Return what the proxy's last requests have told of a server, in a word for the page."""
+    """Return what the operator or the proxy's last requests have told of a server, in a word for the page."""
+    if server.is_leaving:
+        return "leaving"
     if not server.last_chosen:
         return "unknown"
     if not server.skip_until:

@@ -27,6 +27,7 @@ class Upstream:
     without_prefill: WithoutPrefill
     detour: Detour
     api_key: str | None
+    moves: bool = False  # whether an answer may go on at another decode server than it began
 
     def headers(self, of_client: Headers, identity: str, *, relayed: bool) -> HeaderList:
         """Return a client's headers as they are sent to a server; see ``headers.to_server``."""

@@ -1,0 +1,70 @@
+"""Which servers are to be restarted: a file names them, so that no client can."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from pd_proxy.servers import Servers
+
+logger = logging.getLogger(__name__)
+
+#: How often the file is looked at.
+_INTERVAL_S = 1.0
+
+
+class Draining:
+    """Marks the servers that a file names, one URL a line, as leaving. A file that is not there names none."""
+
+    def __init__(self, path: str, legs: Sequence[Servers]) -> None:
+        self._path = Path(path)
+        self._legs = legs
+        self._known = frozenset(server.url for servers in legs for server in servers.members)
+        self._strange: set[str] = set()
+        self._problem = ""
+
+    @asynccontextmanager
+    async def watched(self) -> AsyncIterator[None]:
+        """Look at the file again and again, until the context is left."""
+        self._mark(self._read())  # before the first request
+        watching = asyncio.create_task(self._watch())
+        try:
+            yield
+        finally:
+            watching.cancel()
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(_INTERVAL_S)
+            self._mark(await asyncio.to_thread(self._read))
+
+    def _read(self) -> set[str] | None:
+        """Return what the file names; None if it cannot be read, which changes nothing."""
+        try:
+            lines = self._path.read_text(encoding="utf-8").splitlines()
+        except FileNotFoundError:
+            lines = []
+        except (OSError, ValueError) as error:  # ValueError: no UTF-8
+            if str(error) != self._problem:
+                self._problem = str(error)
+                logger.warning("--draining %s cannot be read (%s): it changes nothing until it can", self._path, error)
+            return None
+        self._problem = ""
+        return {line.strip().rstrip("/") for line in lines} - {""}
+
+    def _mark(self, named: set[str] | None) -> None:
+        """Mark these servers as leaving, and no others."""
+        if named is None:
+            return
+        for url in named - self._known - self._strange:
+            logger.warning(
+                "--draining %s names %r, which is none of the servers; write URLs as behind --prefill or --decode (%s)",
+                self._path, url, ", ".join(sorted(self._known)),
+            )  # fmt: skip
+        self._strange = named - self._known
+        for leg, server in ((servers.leg, server) for servers in self._legs for server in servers.members):
+            if server.is_leaving != (server.url in named):
+                server.is_leaving = server.url in named
+                state = "is leaving" if server.is_leaving else "is back"
+                logger.info("%s server %s %s; it has %d requests", leg, server.url, state, server.in_flight)

@@ -1,0 +1,196 @@
+"""An answer that moves: its decode server is to be restarted, and another one goes on with the text. No I/O.
+
+The rest of an answer is a text completion whose prompt is the first server's prompt and the tokens so far, by their
+ids. So D is asked for ids beside the text (``return_token_ids``); the client does not see them. The new request takes
+both legs as any other, with what has been written as its prompt. Nothing is computed twice if P finds it at the D that
+wrote it, and nothing that the client has is written again.
+
+``may_move`` knows the requests whose rest is such a completion: nothing shapes a token by its place in the output. A
+chat is one as long as each of its tokens comes as content. Where a parser on D has taken something out (reasoning,
+say), the next D could not know where the parser stands, so that the answer ends where it is.
+
+Answers move behind an event of one token with a text. Then the client has all of this token, and the next server begins
+with a whole character: what D has of half a character has no text yet, and its tokens are given up. Of several tokens,
+the last may be such a half.
+"""
+
+import json
+from array import array
+from collections.abc import AsyncIterator, Callable
+from http import HTTPStatus
+from typing import Any
+
+from pd_proxy.apis import CHAT, COMPLETIONS, Api, Body
+from pd_proxy.error_answers import EVENT_END, LegFailed
+from pd_proxy.first_token import HARMLESS, NEUTRAL, event_of, is_plain
+from pd_proxy.usage import Details, PromptDetails
+
+#: Which make the prompt, or count from its end: the rest of an answer has its own.
+_OF_THE_BEGINNING = frozenset(
+    {"prompt", "max_tokens", "seed", "add_special_tokens", "truncate_prompt_tokens", "truncation_side"}
+)
+_HARMLESS = HARMLESS - {"seed"}
+_OF_CHATS = frozenset(
+    {
+        "messages",
+        "max_completion_tokens",
+        "chat_template",
+        "chat_template_kwargs",
+        "add_generation_prompt",
+        "continue_final_message",
+        "documents",
+        "reasoning_effort",
+        "metadata",
+        "store",
+    }
+)
+_NEUTRAL_IN_CHATS: dict[str, tuple[Any, ...]] = {
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "tool_choice": ("none",),
+    "parallel_tool_calls": (False, True),
+    "include_reasoning": (True,),
+    "response_format": ({"type": "text"},),
+}
+#: vLLM's own, of a text completion that says nothing.
+_FEW_TOKENS = 16
+
+
+def may_move(api: Api, body: Body) -> bool:
+    """Return whether another decode server can go on with an answer, by what the client asked for."""
+    if api is COMPLETIONS:
+        return api.undivided(body) is None and is_plain(body, _HARMLESS, NEUTRAL)
+    if api is not CHAT or not is_plain(body, _HARMLESS | _OF_CHATS, NEUTRAL | _NEUTRAL_IN_CHATS):
+        return False
+    messages = body.get("messages")
+    return isinstance(messages, list) and all(map(_is_text, messages))
+
+
+class Written:
+    """What decode servers have written of one answer, and what another one needs to go on."""
+
+    def __init__(self, api: Api, body: Body) -> None:
+        self.is_due = False  # the server is leaving, and its answer was left at a place where another one can go on
+        self._is_chat = api.is_chat
+        self._body = body
+        self._prompt = array("I")  # token ids, as the first server told them
+        self._tokens = array("I")  # and those that were written
+        self._before = 0  # of them, by other servers than the last
+        self._whole: int | None = None  # of them, those that the client has, if it has nothing of the next one
+        self._is_open = True  # nothing has come that keeps another server from going on
+        self._head: Body = {}  # members that are the same in all events of an answer
+        self._details: Details | None = None
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether another server can write the rest."""
+        return self._is_open and self._whole is not None and len(self._prompt) > 0
+
+    def details(self, of_server: Details | None) -> Details | None:
+        """Return the figures of the client's prompt: those of the first prefill server, whoever answers now."""
+        if not self._before:
+            self._details = of_server
+        return self._details or (_unknown if self._before else None)
+
+    def rest(self) -> Body:
+        """Begin with the rest of the answer: return the client's body for it, a text completion's. ``can_go_on``."""
+        assert self._whole is not None
+        del self._tokens[self._whole :]
+        self._before, self.is_due = self._whole, False
+        limit = self._body.get("max_tokens", None if self._is_chat else _FEW_TOKENS)
+        if self._is_chat and self._body.get("max_completion_tokens") is not None:
+            limit = self._body["max_completion_tokens"]
+        kept = (HARMLESS | NEUTRAL.keys()) - _OF_THE_BEGINNING
+        return {name: value for name, value in self._body.items() if name in kept} | {
+            "prompt": [*self._prompt, *self._tokens],
+            "max_tokens": None if limit is None else limit - self._before,  # None: as many as there is room for
+        }
+
+    async def followed(
+        self, url: str, pieces: AsyncIterator[bytes], must_leave: Callable[[], bool]
+    ) -> AsyncIterator[bytes]:
+        """Yield a decode server's stream as the client gets it, to its end or to where another server can go on.
+
+        Args:
+            url: of the server.
+            pieces: of its answer.
+            must_leave: whether another server is to go on.
+
+        Raises:
+            LegFailed: a server that was to go on tells of an error.
+        """
+        buffered = b""
+        async for piece in pieces:
+            *events, buffered = (buffered + piece).split(EVENT_END)
+            if passed := b"".join(self._passed(url, raw) for raw in events):
+                yield passed
+            if self.can_go_on and must_leave():
+                self.is_due = True
+                return
+        if buffered:
+            yield buffered
+
+    def _passed(self, url: str, raw: bytes) -> bytes:
+        """Note what is in an event; return what the client gets of it."""
+        try:
+            event = json.loads(raw.removeprefix(b"data: "))
+            if self._before and "error" in event:
+                raise LegFailed(HTTPStatus.BAD_GATEWAY, "decode", url, "failed", f"{event['error']!r:.500}")
+            is_shown = not event["choices"] or self._note(event, event["choices"][0])
+            if self._before:
+                event |= self._head
+                self._count(event)
+        except (ValueError, KeyError, TypeError, AttributeError):  # the end, an error, or nothing that vLLM sends
+            self._is_open = False
+            return raw + EVENT_END
+        self._head = self._head or {name: event.get(name) for name in ("id", "object", "created", "model")}
+        return event_of(event) if is_shown else b""
+
+    def _note(self, event: Body, choice: Body) -> bool:
+        """Note a choice's tokens and take them out; return whether vLLM would have sent it without them."""
+        prompt = _taken(event, "prompt_token_ids") or _taken(choice, "prompt_token_ids")
+        if prompt and not self._before:
+            self._prompt = array("I", prompt)
+        tokens = _taken(choice, "token_ids") or []
+        self._tokens.extend(tokens)
+        delta = choice.get("delta")
+        text = choice.get("text") if delta is None else delta.get("content")
+        if not isinstance(text, str) or (delta is not None and not delta.keys() <= {"role", "content"}):
+            self._is_open = False
+        elif text:
+            self._whole = len(self._tokens) if len(tokens) == 1 and not text.endswith("\ufffd") else None
+        if choice.get("finish_reason") is not None:
+            self._is_open = False
+        elif delta == {}:
+            return False
+        if self._is_chat and delta is None:
+            choice["delta"] = {"content": choice.pop("text")}
+        return True
+
+    def _count(self, event: Body) -> None:
+        """Let the figures at the end be those of the whole answer."""
+        if usage := event.get("usage"):
+            prompt, written = len(self._prompt), self._before + usage["completion_tokens"]
+            usage |= {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
+
+
+def _taken(members: Body, name: str) -> Any:
+    """Return a member, and leave what vLLM writes where nobody asked for it."""
+    value = members.get(name)
+    if value is not None:
+        members[name] = None
+    return value
+
+
+def _is_text(message: object) -> bool:
+    """Return whether a message has nothing but text: what stands for an image is no text when it comes back."""
+    if not isinstance(message, dict):
+        return False
+    content = message.get("content")
+    if isinstance(content, list):
+        return all(isinstance(part, dict) and part.get("type") == "text" for part in content)
+    return content is None or isinstance(content, str)
+
+
+async def _unknown() -> PromptDetails:
+    return PromptDetails()

@@ -1,0 +1,318 @@
+"""A decode server that is to be restarted hands over its answers: how they go on, where, and what clients get."""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import pd_proxy.draining
+from pd_proxy.apis import CHAT, COMPLETIONS, Api
+from tests.support.examples.fake_servers import (
+    NAMED_TRANSFER,
+    FakeServer,
+    Received,
+    Script,
+    Wire,
+    answers,
+    decodes,
+    prefills_by_name,
+    stalls,
+)
+from tests.support.examples.harness import RawClient
+from tests.support.examples.moving import DONE, PROMPT_IDS, WHOLE, Decoder, Moving, event, events_of, text_of, tokens
+from tests.support.examples.served_proxy import ProxySetup
+from tests.support.waiting import holds_for, until
+
+KINDS = pytest.mark.parametrize("api", [COMPLETIONS, CHAT], ids=lambda api: str(api.path))
+
+
+@pytest.fixture(autouse=True)
+def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pd_proxy.draining, "_INTERVAL_S", 0.01)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """What names the decode servers; not there yet."""
+    return tmp_path / "draining"
+
+
+# What another server gets, and the client
+
+
+@KINDS
+@pytest.mark.parametrize("legs", ["in-turn", "together"])
+def test_another_server_goes_on_behind_the_text_so_far(
+    setup: ProxySetup, p: FakeServer, file: Path, access_lines: Callable[[int], list[str]], api: Api, legs: str
+) -> None:
+    first = Decoder("first", waits_at=1)
+    moving = Moving(setup, p, file, first, Decoder("second"), legs=legs)
+    answer = moving.drained(first, api=api, temperature=0.5, repetition_penalty=1)
+    assert text_of(answer) == WHOLE
+    assert answer.endswith(DONE)
+    events = events_of(answer)
+    assert {(one["id"], one["created"], one["model"]) for one in events} == {("first", 8, "tiny")}
+    assert events[-1]["usage"] == {"prompt_tokens": 3, "completion_tokens": 6, "total_tokens": 9}
+    ends = [choice["finish_reason"] for one in events for choice in one["choices"]]
+    assert ends == [*[None] * (len(ends) - 1), "length"]
+    assert b'_ids":[' not in answer
+    if api.is_chat:
+        assert [one["choices"][0]["delta"].get("role") for one in events[:-1]].count("assistant") == 1
+    assert moving.servers[0].received[0].left.wait(30)
+    assert moving.servers[0].received[0].headers["accept-encoding"] == "identity"
+    rest = {"prompt": [*PROMPT_IDS, 10, 11], "stream": True, "temperature": 0.5, "repetition_penalty": 1}
+    kept = {"max_tokens": 4, "return_token_ids": True, "kv_transfer_params": NAMED_TRANSFER}
+    assert moving.servers[1].bodies == [rest | kept]
+    assert (p.received[1].path, p.bodies[1]["prompt"]) == (COMPLETIONS.path, rest["prompt"])
+    (_, line) = access_lines(2)
+    assert f"D={moving.servers[0].url} legs={legs} " in line
+    assert f" moved={moving.servers[1].url}" in line
+    assert moving.status()["ended"][-1]["decode_url"] == moving.servers[1].url
+    assert moving.counted() == [("continued", "1"), ("failed", "0")]
+
+
+def test_half_a_character_is_given_up_and_written_again(setup: ProxySetup, p: FakeServer, file: Path) -> None:
+    first = Decoder("first", waits_at=2)
+    moving = Moving(setup, p, file, first, Decoder("second"))
+    assert text_of(moving.drained(first)) == WHOLE
+    assert moving.servers[1].bodies[0]["prompt"] == [*PROMPT_IDS, 10, 11]
+
+
+@pytest.mark.parametrize(("limit", "left"), [(2, []), (3, [1])])
+def test_an_answer_whose_limit_is_reached_where_it_would_move_has_ended(
+    setup: ProxySetup, p: FakeServer, file: Path, limit: int, left: list[int]
+) -> None:
+    first = Decoder("first", waits_at=1)
+    moving = Moving(setup, p, file, first, Decoder("second"))
+    answer = moving.drained(first, max_tokens=limit)
+    assert text_of(answer) == " a b"
+    assert events_of(answer)[-1]["usage"]["completion_tokens"] == limit
+    assert [body["max_tokens"] for body in moving.servers[1].bodies] == left
+
+
+def test_cached_tokens_are_those_of_the_clients_prompt(setup: ProxySetup, p: FakeServer, file: Path) -> None:
+    first = Decoder("first", waits_at=1)
+    moving = Moving(setup, p, file, first, Decoder("second"))
+
+    async def counts(received: Received, wire: Wire) -> None:
+        cached = 2 if len(p.received) == 1 else 5
+        usage = {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": cached}}
+        await wire.json(200, {"choices": [], "usage": usage, "kv_transfer_params": NAMED_TRANSFER})
+
+    async def details(received: Received, wire: Wire) -> None:
+        await wire.head()
+        usage = {"completion_tokens": 4, "prompt_tokens_details": {"cached_tokens": 5}}
+        await wire.chunk(tokens(2, 6, begins=True) + event("x", choices=[], usage=usage) + DONE)
+        await wire.end()
+
+    p.script, moving.servers[1].script = counts, details
+    usage = events_of(moving.drained(first))[-1]["usage"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 2}
+    assert (usage["prompt_tokens"], usage["total_tokens"]) == (3, 9)
+
+
+def test_an_answer_that_began_with_ps_token_moves_too(setup: ProxySetup, p: FakeServer, file: Path) -> None:
+    async def prefills(received: Received, wire: Wire) -> None:
+        await wire.json(200, {"id": "p", "choices": [{"text": " a"}], "kv_transfer_params": NAMED_TRANSFER})
+
+    first = Decoder("first", waits_at=1)
+    moving = Moving(setup, p, file, first, Decoder("second"), first_token="prefill")
+    p.script = prefills
+    assert text_of(moving.drained(first, temperature=0)) == WHOLE
+    assert moving.counted() == [("continued", "1"), ("failed", "0")]
+
+
+def test_ids_are_asked_for_only_where_an_answer_may_move(setup: ProxySetup, p: FakeServer, file: Path) -> None:
+    moving = Moving(setup, p, file, Decoder("first"), Decoder("second"))
+    moving.answer(seed=7)
+    alone = Moving(setup, p, file, Decoder("first"))
+    alone.answer()
+    assert ["return_token_ids" in one.bodies[0] for one in (moving.servers[0], alone.servers[0])] == [False, False]
+
+
+def test_an_answer_that_d_does_not_write_in_two_legs_moves_too(setup: ProxySetup, p: FakeServer, file: Path) -> None:
+    first = Decoder("first", waits_at=1)
+    moving = Moving(setup, p, file, first, Decoder("second"), prefill_from=100)
+    assert text_of(moving.drained(first)) == WHOLE
+    assert [body["prompt"] for body in p.bodies] == [[*PROMPT_IDS, 10, 11]]
+
+
+# Who gets it
+
+
+def test_an_answer_may_move_again_and_servers_come_back(setup: ProxySetup, p: FakeServer, file: Path) -> None:
+    first, second = Decoder("first", waits_at=1), Decoder("second", waits_at=4)
+    moving = Moving(setup, p, file, first, second, Decoder("third"))
+
+    def restart(server: int, decoder: Decoder) -> None:
+        moving.drain(moving.servers[server])
+        decoder.gate.set()
+
+    assert text_of(moving.answer(lambda: restart(0, first), lambda: restart(1, second))) == WHOLE
+    assert [body["prompt"] for body in moving.servers[2].bodies] == [[*PROMPT_IDS, 10, 11, 12, 13, 14]]
+    assert moving.counted() == [("continued", "2"), ("failed", "0")]
+    moving.drain()  # waits until none is leaving
+
+
+def test_a_server_that_is_leaving_gets_nothing_new_while_another_is_there(
+    setup: ProxySetup, p: FakeServer, file: Path
+) -> None:
+    moving = Moving(setup, p, file, decodes, decodes)
+    moving.drain(moving.servers[0])
+    for _ in range(3):
+        assert moving.proxy.complete().status_code == 200
+        assert moving.proxy.http.get("/v1/models").status_code == 200
+    assert ([len(server.received) for server in moving.servers]) == [0, 6]
+    setup.stop(moving.servers[1])
+    assert moving.proxy.complete().status_code == 200
+    assert len(moving.servers[0].received) == 1
+
+
+@pytest.mark.parametrize("other", ["leaving", "down"])
+def test_where_no_other_server_is_there_the_answer_stays(
+    setup: ProxySetup, p: FakeServer, file: Path, other: str
+) -> None:
+    first = Decoder("first", waits_at=1, stays=True)
+    moving = Moving(setup, p, file, first, Decoder("second"))
+
+    def drain() -> None:
+        if other == "down":
+            setup.stop(moving.servers[1])
+            moving.drain(moving.servers[0])
+        else:
+            moving.drain(*moving.servers)
+        first.gate.set()
+
+    assert text_of(moving.answer(drain)) == WHOLE
+    asked = [len(server.received) for server in moving.servers]
+    assert asked == ([2, 0] if other == "down" else [1, 0])  # the first one again, once that is known
+
+
+def test_the_file_is_read_before_the_first_request_and_names_servers_of_both_legs(
+    setup: ProxySetup, p: FakeServer, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pd_proxy.draining, "_INTERVAL_S", 60)
+    leaving, other, other_p = setup.server(decodes), setup.server(decodes), setup.server(prefills_by_name)
+    file.write_text(f"{leaving.url}\n{p.url}")
+    assert setup.proxy([p, other_p], [leaving, other], draining=str(file)).complete().status_code == 200
+    assert [len(server.received) for server in (p, other_p, leaving, other)] == [0, 1, 0, 1]
+
+
+def test_names_that_are_none_of_its_servers_and_files_that_cannot_be_read_are_told_once(
+    setup: ProxySetup, p: FakeServer, file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    moving = Moving(setup, p, file, decodes, decodes)
+    moving.drain(moving.servers[0])
+    moving.write(b"\xff")
+    until(lambda: "cannot be read" in caplog.text)
+    assert "leaving" in {one["state"] for one in moving.status()["servers"]}
+    moving.write(f"http://nowhere:1\n\n{moving.servers[0].url}".encode())
+    until(lambda: "'http://nowhere:1', which is none" in caplog.text)
+    holds_for(lambda: caplog.text.count("http://nowhere:1") == 1, 0.1)
+    moving.drain()
+    said = [record.getMessage() for record in caplog.records if record.name == "pd_proxy.draining"]
+    assert [one.count("is leaving") for one in said] == [1, 0, 0, 0]
+    assert "is back; it has 0 requests" in said[-1]
+
+
+# What can go wrong
+
+
+async def refuses(received: Received, wire: Wire) -> None:
+    """A prefill server that takes no rests."""
+    if isinstance(received.body["prompt"], list):
+        await wire.json(400, {"error": {"message": "too long"}})
+    else:
+        await prefills_by_name(received, wire)
+
+
+async def begins_with_an_error(_: Received, wire: Wire) -> None:
+    await wire.head()
+    await wire.chunk(b'data: {"error":{"message":"secret","code":500}}\n\n' + DONE)
+    await wire.end()
+
+
+@pytest.mark.parametrize(
+    "failing", ["P", "D answers 500", "D tells of an error", "D breaks off at once", "D breaks off"]
+)
+def test_if_that_fails_a_decode_server_goes_on_alone(
+    setup: ProxySetup, p: FakeServer, file: Path, failing: str
+) -> None:
+    scripts: dict[str, Script] = {
+        "P": Decoder("second"),
+        "D answers 500": answers(500, b"{}"),
+        "D tells of an error": begins_with_an_error,
+        "D breaks off at once": Decoder("second", breaks_at=2),
+        "D breaks off": Decoder("second", breaks_at=4),
+    }
+    first = Decoder("first", waits_at=1)
+    moving = Moving(setup, p, file, first, scripts[failing], Decoder("third"))
+    if failing == "P":
+        p.script = refuses
+    assert text_of(moving.drained(first)) == WHOLE
+    last = moving.servers[1 if failing == "P" else 2]
+    assert "kv_transfer_params" not in last.bodies[0]
+    assert last.bodies[0]["prompt"] == [*PROMPT_IDS, 10, 11, *([12, 13] if failing == "D breaks off" else [])]
+    assert moving.counted() == [("continued", "1"), ("failed", "0")]
+
+
+def test_if_no_prefill_server_is_left_a_decode_server_goes_on_alone(
+    setup: ProxySetup, p: FakeServer, file: Path
+) -> None:
+    first = Decoder("first", waits_at=1)
+    moving = Moving(setup, p, file, first, Decoder("second"))
+
+    def drain() -> None:
+        setup.stop(p)
+        moving.drain(moving.servers[0])
+        first.gate.set()
+
+    assert text_of(moving.answer(drain)) == WHOLE
+    assert "kv_transfer_params" not in moving.servers[1].bodies[0]
+
+
+def test_an_answer_that_fails_twice_ends_with_an_error(
+    setup: ProxySetup, p: FakeServer, file: Path, access_lines: Callable[[int], list[str]]
+) -> None:
+    first = Decoder("first", waits_at=1)
+    moving = Moving(setup, p, file, first, begins_with_an_error, answers(503, b"secret"))
+    answer = moving.drained(first)
+    assert text_of(answer) == " a b"
+    assert events_of(answer)[-1]["error"]["message"] == "a decode server answered with status 503"
+    assert moving.counted() == [("continued", "0"), ("failed", "1")]
+    line = access_lines(2)[-1]
+    assert f" moved={moving.servers[2].url} problem: decode server {moving.servers[2].url} answered" in line
+
+
+def test_where_the_last_token_may_be_half_a_server_that_breaks_off_is_the_end(
+    setup: ProxySetup, p: FakeServer, file: Path
+) -> None:
+    async def breaks_off(_: Received, wire: Wire) -> None:
+        await wire.head()
+        await wire.chunk(tokens(2, 5, begins=True))
+        wire.drop()
+
+    first = Decoder("first", waits_at=1)
+    moving = Moving(setup, p, file, first, breaks_off, Decoder("third"))
+    answer = moving.drained(first)
+    assert "error" in events_of(answer)[-1]
+    assert moving.servers[2].received == []
+
+
+def test_a_client_that_leaves_while_its_answer_moves_leaves_nothing(
+    setup: ProxySetup, p: FakeServer, file: Path, access_lines: Callable[[int], list[str]]
+) -> None:
+    first = Decoder("first", waits_at=1)
+    moving = Moving(setup, p, file, first, stalls)
+    client = RawClient.completing(moving.proxy, json.dumps({"prompt": "a", "stream": True, "max_tokens": 6}).encode())
+    client.receive_until(b" a")
+    moving.drain(moving.servers[0])
+    first.gate.set()
+    rest = moving.servers[1].wait()
+    client.leave()
+    assert rest.left.wait(30)
+    assert "status=499" in access_lines(2)[-1]
+    assert moving.counted() == [("continued", "0"), ("failed", "0")]
