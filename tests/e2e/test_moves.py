@@ -1,0 +1,97 @@
+"""Streams that are under way while their decode server is drained: the text is the one that it would have been.
+
+The model writes bytes at random, so that the text is full of halves of characters.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.e2e.client import MODEL_NAME
+from tests.support.e2e.cluster import Server
+from tests.support.e2e.deployments import PATIENT, Deployment, decode, on, prefill
+from tests.support.e2e.pair import make_prompt, make_text
+from tests.support.examples.harness import ProxyProcess
+from tests.support.waiting import until
+
+_CHATS = ("--chat-template", "{% for message in messages %}{{ message.content }}{% endfor %}")
+_P = prefill()
+_P = replace(_P, arguments=_CHATS, options=(*_P.options, ("peers", ("readers",))))
+_D = replace(decode("fail", patient=True), arguments=_CHATS, options=(*PATIENT, ("serve_prefixes", True)))
+MOVES = Deployment("moves", (("P", _P), ("D", _D), ("D other", _D)), slow=True)
+
+pytestmark = [pytest.mark.routers, on(MOVES), pytest.mark.timeout(1800)]
+
+#: An answer, and what of it is there before its server is drained: more than P would rather compute.
+TOKENS, WRITTEN = 1000, 200
+#: P waits for what D holds no longer than computing it takes. The first pull from an engine takes longer.
+ATTEMPTS = 5
+OPTIONS: dict[str, Any] = {
+    "model": MODEL_NAME,
+    "stream": True,
+    "max_tokens": TOKENS,
+    "temperature": 0,
+    "ignore_eos": True,
+    "stream_options": {"include_usage": True},
+}
+
+
+def question(path: str, seed: object) -> dict[str, Any]:
+    """A prompt of some blocks."""
+    if "chat" in path:
+        return {"messages": [{"role": "user", "content": make_text(700, seed)}]}
+    return {"prompt": make_prompt(700, seed)}
+
+
+def events(url: str, path: str, seed: object, **options: str) -> Iterator[dict[str, Any]]:
+    """The events of a stream, to its end."""
+    body = question(path, seed) | OPTIONS | options
+    with httpx.stream("POST", url + path, json=body, timeout=120, trust_env=False) as response:
+        lines = (line.removeprefix("data: ") for line in response.iter_lines() if line)
+        while (line := next(lines)) != "[DONE]":
+            yield json.loads(line)
+
+
+def text_of(stream: list[dict[str, Any]]) -> str:
+    """The text in all events."""
+    choices = [choice for event in stream for choice in event["choices"]]
+    return "".join(choice["text"] if "text" in choice else choice["delta"]["content"] for choice in choices)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_the_text_is_what_it_would_have_been_and_p_pulls_what_was_written(
+    servers: dict[str, Server], tmp_path: Path, figures: list[str], path: str
+) -> None:
+    file, decoders = tmp_path / "draining", [servers["D"], servers["D other"]]
+    arguments = ["--prefill", servers["P"].client.base_url, "--draining", str(file)]
+    for decoder in decoders:
+        arguments += ["--decode", decoder.client.base_url]
+    pulled: list[float] = []
+    with ProxyProcess(["-m", "pd_proxy", *arguments]) as proxy:
+        while len(pulled) < ATTEMPTS and not any(pulled):
+            unmoved = list(events(decoders[0].client.base_url, path, len(pulled), cache_salt="unmoved"))
+            before = servers["P"].client.metrics()
+            moved = []
+            for event in events(proxy.url, path, len(pulled)):
+                moved.append(event)
+                if len(moved) == WRITTEN:
+                    file.write_text(_busy(decoders).client.base_url)
+            until(lambda: proxy.log.count(" moved=http") == len(pulled) + 1)
+            file.write_text("")
+            until(lambda: proxy.log.count("is back") == len(pulled) + 1)
+            assert text_of(moved) == text_of(unmoved)
+            assert moved[-1]["usage"] == unmoved[-1]["usage"]
+            assert moved[-2]["choices"][0]["finish_reason"] == "length"
+            pulled.append(servers["P"].client.metrics().since(before).value("vllm:pd_prefix_tokens_total"))
+    assert pulled[-1] >= WRITTEN // 2, pulled
+    figures.append(f"{path}, moved: P pulled {pulled[-1]:.0f} tokens of what had been written")
+
+
+def _busy(decoders: list[Server]) -> Server:
+    """The decode server that has the only request."""
+    return next(one for one in decoders if one.client.metrics().value("vllm:num_requests_running"))
