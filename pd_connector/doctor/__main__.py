@@ -17,10 +17,11 @@ from pd_connector.doctor.http import HttpServer, base_url, usable_key
 from pd_connector.doctor.listener import Listener, serve_apart
 from pd_connector.doctor.machine import Machine
 from pd_connector.doctor.peer_check import LEAST_TOKENS, PeerCheck
+from pd_connector.doctor.pool_check import PoolCheck
 from pd_connector.doctor.software import Software, installed
 from transfer.control.failures import ControlStartError
 from transfer.engine.interface import EngineStartError
-from transfer.peers import MAX_PORT
+from transfer.peers import MAX_PORT, Address, parse_address
 
 _KEY_VARIABLE = "VLLM_API_KEY"
 _PREFILL_TIMEOUT_S = 120.0  # for P's answer to a request; it may have others
@@ -45,6 +46,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         asked = _config(options.config)
+        pool = _pool(options.pool or asked.pool)
         url = base_url(options.peer) if options.peer else ""
         key = usable_key(options.api_key if options.api_key is not None else os.environ.get(_KEY_VARIABLE) or None)
     except ValueError as error:
@@ -59,6 +61,9 @@ def _run(arguments: Sequence[str] | None) -> int:
         return _listen(config, options.port)
     report = Examination(lambda finding: _print(str(finding)))
     _examine(report, config, by_auto=asked.protocol == "auto")
+    if pool is not None:
+        with closing(PoolCheck(pool)) as pool_check:
+            report.run_chain(pool_check.checks)
     if url:
         with closing(PeerCheck(HttpServer(url, key, _PREFILL_TIMEOUT_S), config, options.tokens)) as peer_check:
             report.run_chain(peer_check.checks)
@@ -130,6 +135,18 @@ def _config(text: str) -> ConnectorConfig:
     return parse_config(settings)
 
 
+def _pool(client: str | None) -> Address | None:
+    """Return where a pool's client is.
+
+    Raises:
+        ValueError: it is no address.
+    """
+    try:
+        return None if client is None else parse_address(client)
+    except ValueError as error:
+        raise ValueError(f"--pool: {error}") from error
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="pd-doctor",
@@ -145,6 +162,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--api-key", metavar="KEY", help=key)
     length = "length of the prompts that are pulled (default %(default)s)"
     add("--tokens", type=int, default=_TOKENS, metavar="N", help=length)
+    client = "this machine's mooncake_client, to put objects there and get them back (default: pool of --config)"
+    add("--pool", metavar="HOST:PORT", help=client)
     add("--listen", action="store_true", help="answer a doctor on another machine in P's place, until Ctrl-C")
     add("--port", type=int, default=0, metavar="PORT", help="of --listen; 0, the default, for any")
     return parser

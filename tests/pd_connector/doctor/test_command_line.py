@@ -39,6 +39,7 @@ CONFIG = ["--config", '{"host": "127.0.0.1"}']
         (["--tokens", "1"], "--tokens is 1"),
         (["--listen", "--port", "65536"], "--port is 65536; it must be in 0..65535"),
         (["--peer", "P", "--api-key", "key\n"], "the API key has blanks, line ends"),
+        (["--pool", "P"], "--pool: control address 'P' is not host:port"),
         (["--pull", "1"], "unrecognized arguments"),
     ],
 )
@@ -79,6 +80,17 @@ def test_a_failure_is_a_line_and_an_exit_status(capsys: pytest.CaptureFixture[st
     assert re.fullmatch(r"FAIL peer: http://127\.0\.0\.1:\d+ does not answer .*", lines[2])
     assert lines[3] == "skip peer: handshake: not checked: 'peer' has failed"
     assert lines[-1] == "Failed: peer."
+
+
+@pytest.mark.usefixtures("well")
+@pytest.mark.parametrize("by", ["--pool", "--config"])
+def test_a_pool_is_checked_that_is_named_or_set(by: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pool = f"127.0.0.1:{free_port()}"
+    given = pool if by == "--pool" else f'{{"host": "127.0.0.1", "pool": "{pool}", "cpu_bytes_to_use": 1048576}}'
+    status, lines = said(capsys, by, given)
+    assert status == 1
+    assert lines[2].startswith(f"FAIL pool: no mooncake_client listens at {pool} ")
+    assert lines[-1] == "Failed: pool."
 
 
 @pytest.mark.parametrize(

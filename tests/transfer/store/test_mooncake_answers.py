@@ -6,7 +6,6 @@ Covers: transfer.store.mooncake_store.
 import socket
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
