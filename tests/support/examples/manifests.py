@@ -32,6 +32,11 @@ def named(kind: str, name: str) -> Manifest:
     return found
 
 
+def pool_manifests() -> list[Manifest]:
+    """Those of the component that is a pool."""
+    return list(yaml.safe_load_all((DIRECTORY / "pool" / "pool.yaml").read_text()))
+
+
 def kustomization() -> Manifest:
     """What `kubectl apply -k` reads."""
     found: Manifest = yaml.safe_load((DIRECTORY / "kustomization.yaml").read_text())
