@@ -12,7 +12,7 @@ What its calls return, as measured:
   not know any more: that connection is lost.
 - A client that is stopped answers nothing. Calls return when it goes on, or after about 30 s.
 - To connect holds the GIL: for 4.6 s if nothing listens, for 30 s if the client is stopped. So it is asked before.
-- -200 no room, -704 no such object, -706 somebody fetches it, -800 it could not be moved, -900 no master.
+- -200 no room, -704 no such object, -706 somebody fetches it, -800 it could not be moved, -900 no master (a look-up: -1).
 """
 
 import importlib
@@ -33,6 +33,20 @@ _ANSWER_TIMEOUT_S = 1.0
 _NONSENSE = bytes(64)
 
 
+def load() -> Any:
+    """Import Mooncake's store, which holds the GIL for some 0.2 s, and return the class of its connections.
+
+    Raises:
+        StoreFailed: it is not installed.
+    """
+    os.environ.setdefault("MC_RPC_TIMEOUT_MS", _RPC_TIMEOUT_MS)
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+    try:
+        return importlib.import_module("mooncake.store").MooncakeDistributedStore
+    except ImportError as error:
+        raise StoreFailed(f"Mooncake's store cannot be loaded: {error}") from error
+
+
 class MooncakeStore(ObjectStore):
     """A connection to the client process of this machine."""
 
@@ -42,12 +56,7 @@ class MooncakeStore(ObjectStore):
         Raises:
             StoreFailed: Mooncake is not installed, or the client does not answer.
         """
-        os.environ.setdefault("MC_RPC_TIMEOUT_MS", _RPC_TIMEOUT_MS)
-        os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
-        try:
-            native = importlib.import_module("mooncake.store").MooncakeDistributedStore
-        except ImportError as error:
-            raise StoreFailed(f"Mooncake's store cannot be loaded: {error}") from error
+        native = load()
         self._client = client
         self._native: Any = native()
         self._buffer = Region(0, 0)

@@ -20,7 +20,8 @@ from pd_connector.vllm.block_pools import HostBlockPool
 from pd_connector.vllm.cache_specs import Retention
 from pd_connector.vllm.engine_config import max_blocks_per_step
 from transfer.peers import parse_address
-from transfer.store.mooncake_store import MooncakeStore
+from transfer.store.interface import StoreFailed
+from transfer.store.mooncake_store import MooncakeStore, load
 from transfer.store.store_thread import StoreThread
 
 if TYPE_CHECKING:
@@ -65,21 +66,22 @@ def open_shared_pool(
     """Return the role of the pool behind host memory. It is connected when it is needed.
 
     Raises:
-        ConfigError: blocks of these caches cannot be kept as objects.
+        ConfigError: blocks of these caches cannot be kept as objects, or Mooncake's store is not installed.
     """
     assert config.pool is not None, "there is no pool"
     first = handshakes[0]
     assert first.model is not None, "a worker tells what it has loaded"
     _check_model(config, first.model)
     try:
+        load()
         forms = object_forms(first.geometry)
-    except ValueError as error:
+    except (ValueError, StoreFailed) as error:
         raise ConfigError(f"pool = {config.pool!r}: {error}; leave pool out") from error
     logger.info(
         "PDConnector: host memory is shared through the pool at %s, %d objects a block on this rank",
         config.pool, sum(form.shares for of_group in forms for form in of_group),
     )  # fmt: skip
-    contents = contents_of(first.model)
+    contents = f"{contents_of(first.model)} {first.secret}"  # with another secret, they would remove each other's
     return SharedPool(
         pool, loans, forms, groups, len(handshakes), lambda: f"{contents} {hashes.hashing}", rate,
         StoreThread("pd-pool-look-up", partial(MooncakeStore, parse_address(config.pool), 0), clock), clock,

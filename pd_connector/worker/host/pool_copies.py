@@ -26,7 +26,7 @@ from pd_connector.worker.worker_role import WorkerRole
 from transfer.control.keys import ControlKeys
 from transfer.peers import parse_address
 from transfer.store.interface import ObjectStore, Piece, StoreFailed
-from transfer.store.mooncake_store import MooncakeStore
+from transfer.store.mooncake_store import MooncakeStore, load
 from transfer.store.slot_objects import HEADER_BYTES, KEY_BYTES, SlotObjects, bytes_of
 from transfer.store.store_thread import StoreThread
 
@@ -82,12 +82,13 @@ def open_pool_copies(
     """Return what copies between ``host`` and the pool that the settings name. It is connected when it is needed.
 
     Raises:
-        ConfigError: blocks of these caches cannot be kept as objects.
+        ConfigError: blocks of these caches cannot be kept as objects, or Mooncake's store is not installed.
     """
     assert config.pool is not None, "there is no pool"
     try:
+        load()
         forms = object_forms(host.geometry(geometry))
-    except ValueError as error:
+    except (ValueError, StoreFailed) as error:
         raise ConfigError(f"pool = {config.pool!r}: {error}; leave pool out") from error
     largest = max((form.size for of_group in forms for form in of_group), default=0)
     open_store = partial(MooncakeStore, parse_address(config.pool), max(_BUFFER_BYTES, HEADER_BYTES + largest))
