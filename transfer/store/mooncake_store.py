@@ -12,7 +12,8 @@ What its calls return, as measured:
   not know any more: that connection is lost.
 - A client that is stopped answers nothing. Calls return when it goes on, or after about 30 s.
 - To connect holds the GIL: for 4.6 s if nothing listens, for 30 s if the client is stopped. So it is asked before.
-- -200 no room, -704 no such object, -706 somebody fetches it, -800 it could not be moved, -900 no master (a look-up: -1).
+- -200 no room, -704 no such object, -706 somebody fetches it, -800 it could not be moved, -900 no master, or -1 of a
+  look-up.
 """
 
 import importlib
