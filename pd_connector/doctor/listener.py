@@ -36,7 +36,7 @@ from pd_connector.worker.lease_checksums import CacheChecksums
 from transfer.control.server import ControlServer
 from transfer.engine.interface import TransferEngine
 from transfer.memory import HostMemory
-from transfer.peers import Address
+from transfer.peers import Address, resolve
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,8 @@ class Listener(ThreadingHTTPServer):
         from pd_connector.worker.transfer_engine import open_engine  # noqa: PLC0415  needs torch
 
         self._host = host = str(config.host)
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        ip = resolve(host)
+        self.address_family = socket.AF_INET6 if ":" in ip else socket.AF_INET
         with ExitStack() as undo:
             engine = undo.enter_context(closing(open_engine(config, is_read=True)))
             self._memory = HostMemory(_plane(0).block_bytes * _BLOCKS)
@@ -79,7 +80,7 @@ class Listener(ThreadingHTTPServer):
             self._control = undo.enter_context(closing(control))
             self._control.start()
             self._granting = threading.Lock()
-            super().__init__((host, http_port), _Handler)
+            super().__init__((ip, http_port), _Handler)
             undo.callback(self.server_close)
             thread = threading.Thread(target=self.serve_forever, name="pd-doctor-http", daemon=True)
             thread.start()

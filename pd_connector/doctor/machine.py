@@ -13,7 +13,7 @@ from pd_connector.doctor.findings import Check, CheckFailed, CheckWarned
 from pd_connector.worker.host.machine_memory import machine_memory
 from transfer.copies.batch.backends import Backend, pinned_memory
 from transfer.engine.rdma import INFINIBAND_DEVICES
-from transfer.peers import Address, is_own_address, loopback_of
+from transfer.peers import Address, is_own_address, loopback_of, resolve
 
 _MIB = 1 << 20
 _PINNED_BYTES = 64 * _MIB  # for a check
@@ -56,8 +56,9 @@ class Machine:
             return "the system chooses that of a prefill engine's control channel (setting port)"
         address = Address(self._host, self._config.port)
         try:
-            family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-            socket.create_server((self._host, self._config.port), family=family).close()
+            ip = resolve(self._host)
+            family = socket.AF_INET6 if ":" in ip else socket.AF_INET
+            socket.create_server((ip, self._config.port), family=family).close()
         except OSError as error:
             raise CheckWarned(
                 f"{address} cannot be listened at ({error.strerror}): unless a prefill engine of this configuration "

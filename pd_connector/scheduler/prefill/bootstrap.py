@@ -12,7 +12,6 @@ Nothing but addresses is told, to whoever asks.
 """
 
 import asyncio
-import ipaddress
 import logging
 import socket
 import threading
@@ -27,6 +26,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pd_connector.config import ConfigError
 from pd_connector.scheduler.scheduler_role import SchedulerRole
+from transfer.peers import parse_ip, resolve
 
 logger = logging.getLogger(__name__)
 
@@ -114,16 +114,13 @@ class _Connection(H11Protocol):
 
 def _listen(host: str, port: int) -> socket.socket:
     """Return a listening socket for an engine whose control channel is at ``host``."""
+    literal, bound = parse_ip(host), "0.0.0.0"  # noqa: S104  as vLLM's own ports
     try:
-        address = ipaddress.ip_address(host)
-    except ValueError:  # a name
-        address = None
-    if address is not None and address.is_loopback:
-        bound = str(address)
-    else:
-        bound = "::" if address is not None and address.version == 6 else "0.0.0.0"  # noqa: S104  as vLLM's own ports
-    family = socket.AF_INET6 if ":" in bound else socket.AF_INET
-    try:
+        if literal is not None and literal.is_loopback:
+            bound = host
+        elif ":" in resolve(host):
+            bound = "::"
+        family = socket.AF_INET6 if ":" in bound else socket.AF_INET
         return socket.create_server((bound, port), family=family, dualstack_ipv6=bound == "::")
     except OSError as error:
         raise ConfigError(

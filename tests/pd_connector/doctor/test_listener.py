@@ -2,6 +2,8 @@
 
 import multiprocessing
 import os
+import re
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from http.server import ThreadingHTTPServer
@@ -88,6 +90,33 @@ def test_the_right_secret(listening: Callable[..., Listener], tmp_path: Path) ->
     report = visited(listening(secret_file=file).address, secret_file=file)
     assert report.passed
     assert "authenticated and encrypted" in report.findings[1].text
+
+
+@pytest.fixture
+def ipv6_name(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A name of this machine that has an IPv6 address only."""
+    if not socket.has_ipv6:
+        pytest.skip("no IPv6 here")
+    look_up = socket.getaddrinfo
+
+    def found(host: str | None, *rest: Any, **options: Any) -> list[Any]:
+        return look_up("::1" if host == "six.example" else host, *rest, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", found)
+    return "six.example"
+
+
+def test_a_name_that_has_only_an_ipv6_address(listening: Callable[..., Listener], ipv6_name: str) -> None:
+    listener = listening(host=ipv6_name)
+    assert listener.address.startswith(f"{ipv6_name}:")
+    assert visited(listener.address).passed
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 here")
+def test_an_ipv6_address_is_told_in_brackets(listening: Callable[..., Listener]) -> None:
+    report = visited(listening(host="::1").address)
+    assert report.passed
+    assert re.search(r"control channel is at \[::1\]:\d+$", report.findings[0].text)
 
 
 @pytest.mark.thorough

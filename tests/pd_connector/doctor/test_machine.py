@@ -58,6 +58,16 @@ def test_a_port_that_is_taken_is_a_warning() -> None:
     assert machine(port=port).port() == f"127.0.0.1:{port} is free"
 
 
+@pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 here")
+def test_the_port_is_tried_in_the_family_of_a_names_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pd_connector.doctor.machine.resolve", lambda _: "::1")
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(CheckWarned, match=rf"six\.example:{port} cannot be listened at \(.*in use"):
+            machine(host="six.example", port=port).port()
+    assert machine(host="six.example", port=port).port() == f"six.example:{port} is free"
+
+
 def test_rdma_ports_are_named_with_their_state(tmp_path: Path) -> None:
     for device, state in (("mlx5_0", "4: ACTIVE"), ("mlx5_1", "1: DOWN")):
         port = tmp_path / device / "ports" / "1"

@@ -48,7 +48,7 @@ def ask(server: Bootstrap, method: str = "GET", path: str = "/query", host: str 
     [
         ("127.0.0.1", "@127.0.0.1:4711"),
         ("10.1.2.3", "@10.1.2.3:4711"),
-        ("p.example", "@p.example:4711"),
+        ("localhost", "@localhost:4711"),
         ("fd00::3", "@[fd00::3]:4711"),
     ],
 )
@@ -77,6 +77,14 @@ def test_nothing_else_is_there(serve: Serve, method: str, path: str, status: int
 def test_an_engine_at_the_loopback_address_is_not_told_to_others(serve: Serve) -> None:
     assert serve("127.0.0.1")._listener.getsockname()[0] == "127.0.0.1"
     assert serve("10.1.2.3")._listener.getsockname()[0] == "0.0.0.0"
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no sockets for both families here")
+def test_an_engine_whose_name_has_only_an_ipv6_address_is_asked_over_ipv6(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bootstrap, "resolve", lambda _: "fd00::3")
+    assert ask(serve("p6.example"), host="[::1]").status_code == 200
 
 
 def test_a_port_in_use_is_named_with_the_way_out() -> None:
