@@ -96,7 +96,8 @@ class MooncakeOptions:
     def _check_host(self) -> None:
         if not self.host or self.host in ("0.0.0.0", "::"):  # noqa: S104  refused, not bound
             raise EngineStartError(
-                f"host {self.host!r} is not an address that a peer can reach: use an address of this machine"
+                f"host {self.host!r} is not an address that a peer can reach: set host, or VLLM_HOST_IP, to that of a "
+                "network interface of this machine. Without a default route, vLLM finds none by itself"
             )
         if self.host.startswith("[") or self.host.count(":") == 1:
             raise EngineStartError(f"host {self.host!r} must be without port and brackets: the OS chooses the port")

@@ -32,8 +32,8 @@ def test_an_unknown_protocol_is_refused_and_the_nearest_named(given: str, meant:
     ("host", "rule"),
     [
         ("", "not an address that a peer can reach"),
-        ("0.0.0.0", "not an address that a peer can reach"),
-        ("::", "not an address that a peer can reach"),
+        ("0.0.0.0", "not an address that a peer can reach: set host, or VLLM_HOST_IP, to that of a network interface"),
+        ("::", "not an address that a peer can reach: set host, or VLLM_HOST_IP, to that of a network interface"),
         ("10.0.0.5:8080", "without port and brackets"),
         ("[::1]", "without port and brackets"),
     ],
