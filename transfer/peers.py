@@ -4,6 +4,7 @@ Hosts come from the configuration and, through routers, from clients of the serv
 sees them: ZeroMQ's endpoint syntax, for one, gives a meaning to ``;``, ``*`` and interface names.
 """
 
+import errno
 import ipaddress
 import logging
 import re
@@ -11,6 +12,8 @@ import socket
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import psutil
 
 from transfer.errors import BadAddress, PeerNotAllowed
 
@@ -23,6 +26,9 @@ _LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,62})"
 _HOST_NAME = re.compile(rf"(?=.{{1,253}}\Z){_LABEL}(?:\.{_LABEL})*\.?")
 _SCOPE = re.compile(r"[A-Za-z0-9._-]{1,32}")
 MAX_PORT = 65535
+
+#: What the system says of an address that nothing can be sent to: no route, no address to send from, or no such family.
+_NO_ROUTE = (errno.ENETUNREACH, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +131,38 @@ def loopback_of(host: str) -> str:
     """
     ip = host if host == "localhost" or parse_ip(host) is not None else resolve(host)
     return ip if ip != host and ipaddress.ip_address(ip.partition("%")[0]).is_loopback else ""
+
+
+def no_route(ip: str) -> str:
+    """Return why this machine can send nothing to an address, with the families of both; empty if it can. Sends none.
+
+    An engine that has IPv6 addresses only does not reach one that has IPv4 addresses only.
+    """
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET, socket.SOCK_DGRAM) as trial:
+            trial.connect((ip, 9))  # a datagram socket: only the route is looked up
+    except OSError as error:
+        if error.errno in _NO_ROUTE:
+            version, ours = ipaddress.ip_address(ip).version, _own_versions()
+            why = f"this machine has no route to {ip} (IPv{version})"
+            if version in ours or not ours:
+                return f"{why}: check its addresses and routes"
+            return (
+                f"{why}, as its own addresses are IPv{ours[0]} only: let the setting host name addresses of one "
+                "family on both sides"
+            )
+    return ""
+
+
+def _own_versions() -> list[int]:
+    """Return the versions of IP in which this machine has addresses that others may reach."""
+    own = {
+        ipaddress.ip_address(entry.address.partition("%")[0])
+        for entries in psutil.net_if_addrs().values()
+        for entry in entries
+        if entry.family in (socket.AF_INET, socket.AF_INET6)
+    }
+    return sorted({ip.version for ip in own if not ip.is_loopback and not ip.is_link_local})
 
 
 def _host(host: object) -> str:

@@ -21,7 +21,7 @@ from transfer.control.keys import ControlKeys
 from transfer.control.messages import MAX_FRAME_BYTES, MalformedMessage
 from transfer.control.polling import SocketMonitor
 from transfer.errors import PeerNotAllowed, TransferError
-from transfer.peers import Address, AllowedPeers, parse_ip, resolve
+from transfer.peers import Address, AllowedPeers, no_route, parse_ip, resolve
 
 _QUEUED_FRAMES = 64  # per peer and direction, in libzmq
 _SOCKETS_PER_PEER = 3  # its own and the two ends of its monitor
@@ -85,6 +85,7 @@ class PeerSocket:
 
     address: Address
     used_at: float  # monotonic seconds
+    ip: str = ""  # of the host, once it is resolved
     socket: zmq.Socket[bytes] | None = None
     monitor: SocketMonitor | None = None
     descriptor: int = -1  # libzmq's, of the connection; -1 while there is none
@@ -260,7 +261,8 @@ class PeerPool:
             # Not by a clock: this process may have been stopped.
             if peer.silent_checks * CHECK_INTERVAL_S >= self._settings.silent_s:
                 what = "its system acknowledges nothing" if peer.descriptor >= 0 else "there is no connection"
-                peer.failure = f"{what}, for {self._settings.silent_s:g} s: is its network cut, or the port closed?"
+                why = no_route(peer.ip) or "is its network cut, or the port closed?"
+                peer.failure = f"{what}, for {self._settings.silent_s:g} s: {why}"
                 del unread[peer.address]
                 yield peer
         for address, held in over_limit(unread, _UNREAD_BYTES):
@@ -313,7 +315,7 @@ class PeerPool:
         except zmq.ZMQError:
             socket.close()
             raise
-        peer.socket, peer.monitor = socket, monitor
+        peer.ip, peer.socket, peer.monitor = ip, socket, monitor
         for each in (socket, monitor.socket):
             self._by_socket[each] = peer
             self._poller.register(each, zmq.POLLIN)

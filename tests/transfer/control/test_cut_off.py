@@ -1,6 +1,7 @@
 """A peer that cannot be reached is given up soon; one whose process is slow or stopped is not."""
 
 import contextlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -104,6 +105,40 @@ def test_a_network_that_is_cut_is_noticed_and_forgotten_when_it_is_back(client: 
             assert "its system acknowledges nothing, for 1 s" in fails_within(client, host, port, 5.0)
             assert "there is no connection, for 1 s" in fails_within(client, host, port, 5.0)
         until(answers)
+
+
+#: Run in a network of its own, which has one address.
+STRANGER = """
+import subprocess, sys
+from tests.support.control.samples import HELLO
+from transfer.control.client import ControlClient
+from transfer.control.peer_sockets import ClientSettings
+
+for command in ("link set lo up", f"address add {sys.argv[1]} dev lo"):
+    subprocess.run(["ip", *command.split()], check=True)
+client = ControlClient(ClientSettings(silent_s=0.5))
+print(client.request(sys.argv[2], 5600, HELLO, 30.0).exception())
+client.close()
+"""
+HAS_NETWORKS = all(map(shutil.which, ("ip", "unshare"))) and not subprocess.call(["unshare", "-rn", "true"])
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not HAS_NETWORKS, reason="no network namespaces can be made here, or iproute2 is missing")
+@pytest.mark.parametrize(
+    ("ours", "theirs", "why"),
+    [
+        ("10.9.9.1/32", "fd99::7", "no route to fd99::7 (IPv6), as its own addresses are IPv4 only: let the"),
+        ("fd99::1/128", "10.9.9.7", "no route to 10.9.9.7 (IPv4), as its own addresses are IPv6 only: let the"),
+        ("10.9.9.1/32", "10.9.9.7", "no route to 10.9.9.7 (IPv4): check its addresses and routes"),
+        ("10.9.9.1/32", "10.9.9.1", "is its network cut, or the port closed?"),
+    ],
+)
+def test_a_peer_of_the_other_address_family_is_said_to_be_one(ours: str, theirs: str, why: str) -> None:
+    command = ["unshare", "-rn", sys.executable, "-c", STRANGER, ours, theirs]
+    said = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
+    assert "there is no connection, for 0.5 s: " in said
+    assert why in said
 
 
 ASKER = """
