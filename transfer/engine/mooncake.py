@@ -8,7 +8,8 @@ engine, and a failed read has settled once Mooncake's own counters say that each
 
 ``mooncake_links`` has both kinds of links, ``mooncake_read`` runs one read, ``mooncake_batches`` knows how far a batch
 is, ``mooncake_settling`` watches what failed reads leave behind, ``mooncake_native`` holds the calls into the library,
-``batches`` checks a batch, ``window`` shares among reads what may be in flight.
+``mooncake_ports`` finds out why a peer is not reached, ``batches`` checks a batch, ``window`` shares among reads what
+may be in flight.
 """
 
 import difflib

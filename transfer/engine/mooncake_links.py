@@ -22,6 +22,7 @@ from transfer.engine.identity import NONCE_BYTES, wrong_identity
 from transfer.engine.interface import EngineStartError, GivenUp, Link, ReadFailed, never
 from transfer.engine.mooncake_batches import State, submit
 from transfer.engine.mooncake_native import NativeEngine, check_open_files
+from transfer.engine.mooncake_ports import closed_port
 from transfer.engine.mooncake_read import MooncakeRead
 from transfer.engine.mooncake_settling import Leftover
 from transfer.engine.window import Window
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from transfer.engine.mooncake import MooncakeEngine
 
 _ANOTHER = "another process answers"
+_TWO_PORTS = " (two, each from 15000 to 17000, or from MC_MIN_RPC_PORT to MC_MAX_RPC_PORT)"
 
 #: How long a failed read waits for what it has in flight before it counts as unsettled: a peer that refuses a
 #: descriptor, or has just died, lets the others end within that time.
@@ -113,18 +115,22 @@ class MooncakeLink(Link):
             thread.join(min(0.05, max(deadline - time.monotonic(), 0.0)))
         if thread.is_alive():
             answers.append("closed here" if self._closing.is_set() else "accepts connections but does not answer")
+        reason = answers[0] if answers else "the call to it failed"
+        moves_data = self._options.protocol == "tcp"
+        if reason not in ("", _ANOTHER) and not self._closing.is_set():
+            found = closed_port(self.address, moves_data=moves_data, unwanted=self._closing.is_set)
+            reason = "closed here" if self._closing.is_set() else found or reason
         while thread.is_alive():
             self._closing.set()
             native.interrupt(self.address)
             thread.join(0.05)
-        reason = answers[0] if answers else "the call to it failed"
         if reason == _ANOTHER:
             raise wrong_identity(self.address)
         if reason:
             raise ReadFailed(
                 f"cannot reach the transfer engine at {self.address} ({time.monotonic() - started:.3f} s): {reason}; "
                 "check that its process is running and that no firewall blocks its ports for this machine"
-                f"{native.other_family(self.address)}",
+                f"{_TWO_PORTS if moves_data else ''}{native.other_family(self.address)}",
                 settled=True,
             )
 
