@@ -60,8 +60,8 @@ def _own_host(config: ConnectorConfig) -> str:
         raise ConfigError(
             f"{source} = {host!r} is not an address of this machine, but peers read this worker's memory there. Set it "
             "to one of this machine's network interfaces. If workers of this engine run on several machines, leave "
-            "host unset and set VLLM_HOST_IP on each. An address that is only translated to this machine (NAT) cannot "
-            "work, because the system chooses the transfer engine's ports"
+            "host unset and set VLLM_HOST_IP on each. An address that is translated to this machine (NAT) is not "
+            "supported, even one to one; forwarded ports cannot work, as the system chooses the transfer engine's"
         )
     if loopback := loopback_of(host):
         logger.warning(
