@@ -24,6 +24,8 @@ _KEEPALIVE_BYTES = 64  # an idle connection may send this much between two check
 # In Linux's struct tcp_info, since 4.1: tcpi_unacked, tcpi_bytes_acked, tcpi_bytes_received.
 _SEGMENTS, _BYTES = struct.Struct("=I"), struct.Struct("=Q")
 _UNACKNOWLEDGED_AT, _BYTES_ACKNOWLEDGED_AT, _BYTES_RECEIVED_AT = 24, 120, 128
+# tcpi_snd_mss, tcpi_notsent_bytes and, since 5.4, tcpi_snd_wnd: what the peer has room for.
+_LARGEST_SEGMENT_AT, _UNSENT_AT, _ROOM_AT = 16, 144, 228
 _DISCARD_CHUNK_BYTES = 1 << 16
 
 _Key = TypeVar("_Key", bound=Hashable)
@@ -95,16 +97,25 @@ class Connection:
     def bytes_acknowledged(self) -> int | None:
         """Bytes that the peer's system has acknowledged; None if nothing is outstanding, or the system does not tell.
 
-        A process that is stopped or busy does not matter: its system acknowledges.
+        A process that is stopped or busy does not matter: its system acknowledges, until it has no more room. What
+        this machine's own firewall keeps from leaving is outstanding: it was not sent, although the peer has room.
         """
         info = self._info
-        if len(info) < _BYTES_RECEIVED_AT or not _SEGMENTS.unpack_from(info, _UNACKNOWLEDGED_AT)[0]:
+        if len(info) < _BYTES_RECEIVED_AT or not (_SEGMENTS.unpack_from(info, _UNACKNOWLEDGED_AT)[0] or _is_held(info)):
             return None
         return int(_BYTES.unpack_from(info, _BYTES_ACKNOWLEDGED_AT)[0])
 
     @property
     def _info(self) -> bytes:
         return self._socket.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, 256)
+
+
+def _is_held(info: bytes) -> bool:
+    """Return whether bytes wait here that the peer has room for; False if the system does not tell."""
+    if len(info) < _ROOM_AT + _SEGMENTS.size:
+        return False
+    unsent, largest, room = (_SEGMENTS.unpack_from(info, at)[0] for at in (_UNSENT_AT, _LARGEST_SEGMENT_AT, _ROOM_AT))
+    return bool(0 < min(unsent, largest) <= room)
 
 
 @contextmanager

@@ -74,6 +74,16 @@ class Hosts:
             _run("ip", "link", "set", device, "master", _name("sw"))
 
     @contextmanager
+    def forbidden(self, number: int) -> Iterator[None]:
+        """This machine refuses to send to a host, as a firewall of its own does."""
+        route = ("prohibit", self.address(number))
+        _run("ip", "route", "add", *route)
+        try:
+            yield
+        finally:
+            _run("ip", "route", "del", *route)
+
+    @contextmanager
     def slowed(self, number: int, rate: str) -> Iterator[None]:
         """What a host is sent comes no faster: "200mbit", say."""
         device = _name(f"p{number}")

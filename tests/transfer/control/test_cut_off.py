@@ -3,6 +3,7 @@
 import contextlib
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,8 +16,9 @@ import pytest
 from tests.support.control.samples import HELLO, WELCOME
 from tests.support.e2e.hosts import Hosts, why_not
 from tests.support.process import free_ports
-from tests.support.waiting import until
+from tests.support.waiting import holds_for, until
 from transfer.control.client import ControlClient
+from transfer.control.connections import connection_of
 from transfer.control.failures import PeerUnreachable
 from transfer.control.messages import Request
 from transfer.control.peer_sockets import ClientSettings
@@ -105,6 +107,29 @@ def test_a_network_that_is_cut_is_noticed_and_forgotten_when_it_is_back(client: 
             assert "its system acknowledges nothing, for 1 s" in fails_within(client, host, port, 5.0)
             assert "there is no connection, for 1 s" in fails_within(client, host, port, 5.0)
         until(answers)
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+def test_packets_that_do_not_leave_this_machine_are_noticed(client: ControlClient) -> None:
+    """They are not sent, so none is unacknowledged."""
+    host = Hosts.address(1)
+    with contextlib.closing(Hosts()) as hosts, server(host, hosts.prefix(1)) as (_, port):
+        client.request(host, port, HELLO, PATIENCE_S).result()
+        with hosts.forbidden(1):
+            assert "its system acknowledges nothing, for 1 s" in fails_within(client, host, port, 5.0)
+
+
+def test_what_a_peer_has_no_room_for_is_not_outstanding() -> None:
+    with socket.create_server((HERE, 0)) as listener, socket.create_connection(listener.getsockname()) as sender:
+        sender.setblocking(False)
+        with listener.accept()[0], connection_of(sender.fileno()) as connection:
+            assert connection is not None
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    sender.send(bytes(1 << 20))
+            until(lambda: connection.bytes_acknowledged is None)
+            holds_for(lambda: connection.bytes_acknowledged is None, 1.0)
 
 
 #: Run in a network of its own, which has one address.
