@@ -11,6 +11,8 @@ engines with leases of each other. These rules prevent that:
   the oldest lease that is not being read gives way, one in each step until a request gets its blocks.
 - Requests whose tokens have arrived go before those that lack blocks where vLLM does not see to it. It looks no further
   than the first request that finds no blocks, and such requests hold theirs.
+- A request whose tokens have not arrived after all has lost its blocks, and may need more to compute them: windows,
+  drafts and states take more then. If it finds too few, those that hold blocks and whose wait is over go first.
 
 Nobody waits for ever by these rules. The second one holds a request back for a bounded time. By the first one it waits
 for leases that are read, given up (``queue_timeout_s`` of the decode engine), or give way; meanwhile, no prefixes are
@@ -86,7 +88,8 @@ class RequestAdmission(SchedulerRole):
         self._has_allocated = False  # whether a request was given blocks in this step
         self._loading: set[str] = set()  # requests that hold blocks into which tokens arrive
         self._arrived: dict[str, bool] = {}  # those whose tokens have; whether they have waited for a whole step since
-        self._failed: set[str] = set()  # those whose tokens have not: vLLM may have freed their blocks
+        self._failed: set[str] = set()  # those whose tokens have not
+        self._freed: set[str] = set()  # those of them whose blocks vLLM has freed
         self._holds = False  # whether a request was told to wait in this step
         self._holds_prefills = False  # in this step: those behind the first one that is held wait too
         self._wants_blocks = False
@@ -95,12 +98,14 @@ class RequestAdmission(SchedulerRole):
 
     def must_wait(self, request: "Request") -> bool:
         """Return whether others go first, or leases would exceed their share."""
-        if not self._loaded_first:
-            if self._must_let_pass(request):
-                self._holds = True
-                return True
-            if request.request_id in self._failed:
-                return False  # vLLM keeps blocks for it, so that others find none
+        has_failed = request.request_id in self._failed
+        if has_failed:
+            self._freed.add(request.request_id)  # vLLM does not ask about requests that hold blocks
+        if (has_failed or not self._loaded_first) and self._must_let_pass(request):
+            self._holds = True
+            return True
+        if has_failed:
+            return False  # vLLM keeps blocks for it, so that others find none
         if self._consumer is None or self._consumer.awaits_blocks(request):
             return False
         self._prefills.pop(request.request_id, None)  # it was preempted
@@ -163,21 +168,24 @@ class RequestAdmission(SchedulerRole):
         """Raise AssertionError unless the books balance."""
         assert not self._prefills.keys() & self._held_since.keys(), "a request has blocks and is told to wait"
         assert self._consumer is not None or not self._held_since, "a mere prefill engine makes requests wait"
+        assert self._freed <= self._failed <= self._arrived.keys(), "requests are waited for that have gone on"
 
     def _drop_arrived(self, request: "Request") -> None:
         self._arrived.pop(request.request_id, None)
         self._failed.discard(request.request_id)
+        self._freed.discard(request.request_id)
 
     def _must_let_pass(self, request: "Request") -> bool:
         """Return whether requests are behind this one that have waited for a whole step since their tokens arrived.
 
         Not of one that finds blocks: vLLM goes on behind it. Some schedulers leave one that has arrived aside for long,
-        for other reasons: because of its adapter, or to balance the ranks.
+        for other reasons: because of its adapter, or to balance the ranks. One that has failed does not wait for those
+        without blocks, so that no two wait for each other.
         """
-        if self._demand.has_room_for(request):
+        if self._demand.left_out is not request and self._demand.has_room_for(request):
             return False
         overdue = {request_id for request_id, waited in self._arrived.items() if waited}
-        return bool(overdue - self._failed if request.request_id in self._failed else overdue)
+        return bool(overdue - self._freed if request.request_id in self._failed else overdue)
 
     def _pulls_go_first(self, request: "Request") -> bool:
         if not self._is_short or self._consumer is None or not self._consumer.waiting:

@@ -145,7 +145,7 @@ class ConnectorScheduler:
             config.lease_ttl_s, clock, limits.max_lease_age_s, on_end, config.claim_timeout_s
         )
         self._host_log = HostLog(leases, clock)
-        self._admission: RequestAdmission | None = None  # None if nobody has to wait but as vLLM says
+        self._admission = self._make_admission(leases)
         self._rate = ComputeRate(clock)
         self._pool: SharedPool | None = None  # None until workers are known, or if there is none
         self._peer_prefixes = self._make_peer_prefixes(keys) if config.peers is not None else None
@@ -155,7 +155,6 @@ class ConnectorScheduler:
         """Start what serves other engines, and list the roles."""
         consumer = self._consumer
         if self._role.is_read:
-            self._admission = self._make_admission(leases, consumer)
             producer = self._make_producer(leases, keys, self._admission)
             self._prefixes_at = producer.serves_prefixes_at
             self._roles += [producer, self._admission]
@@ -163,8 +162,7 @@ class ConnectorScheduler:
                 self._roles.append(self._moves)
             if self._config.bootstrap_port and self._role.produces:
                 self._roles.append(self._make_bootstrap(producer))
-        elif not installed.current().serves_loaded_first:
-            self._admission = self._make_admission(leases, None)
+        else:
             self._roles.append(self._admission)
         if type(self._canaries) is not NoCanaries:
             self._roles.append(self._canaries)
@@ -233,7 +231,7 @@ class ConnectorScheduler:
             self._destinations.append(Destinations(request.request_id, block_ids_to_fill(blocks)))
         if external_tokens and self._states:
             self._blocks.leave_unzeroed(request.request_id, self._states)
-        if external_tokens and self._admission is not None:
+        if external_tokens:
             self._admission.awaits_tokens(request)
         for role in self._roles:
             external_tokens -= role.allocated(request, blocks, external_tokens)
@@ -427,7 +425,8 @@ class ConnectorScheduler:
         port = self._config.bootstrap_port + data_parallel_index(self._vllm_config)
         return Bootstrap(self._config.host or host_address(), producer.port, engine_ranks(self._vllm_config), port)
 
-    def _make_admission(self, leases: LeaseTable[Leased], consumer: Consumer | None) -> RequestAdmission:
+    def _make_admission(self, leases: LeaseTable[Leased]) -> RequestAdmission:
+        consumer = self._consumer if self._role.is_read else None  # nobody waits for pulls where there are no leases
         fraction = self._limits.leased_fraction(consumes=consumer is not None)
         limits = AdmissionLimits(fraction, self._config.lease_ttl_s, self._config.queue_timeout_s)
         loaded_first = installed.current().serves_loaded_first

@@ -1,6 +1,7 @@
 """Any order of requests and faults on engines with small pools: once the faults stop, every request ends in time."""
 
 import itertools
+from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar
 
 import pytest
@@ -16,7 +17,7 @@ from hypothesis.stateful import (
 )
 
 from tests.support.releases import INSTALLED
-from tests.support.simulation.state_groups import StateMode
+from tests.support.simulation.state_groups import CHECKPOINTS, DRAFTS, StateMode
 from tests.support.simulation.vllm_schedulers import ClientRequest, EngineSim, World
 
 pytestmark = pytest.mark.thorough
@@ -47,6 +48,7 @@ class Deployment(RuleBasedStateMachine):
 
     with_host_memory: ClassVar[bool] = False
     states: ClassVar[StateMode] = ""
+    stated: ClassVar[Mapping[str, int]] = {}  # of the states, beside
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,13 +69,13 @@ class Deployment(RuleBasedStateMachine):
         self, roles: list[str], blocks: list[int], policy: str, fraction: float | None, host_memory: dict[str, Any]
     ) -> None:
         changes = dict(host_memory) if self.with_host_memory else {}
-        more = 6 if self.states else 0  # for states of the longest prompt
+        more = 6 + 2 * len(self.stated) if self.states else 0  # for states of the longest prompt
         if changes:
             changes["slots"] += more
         for role, number in zip(roles, blocks, strict=False):
             self.engines.append(
                 EngineSim(
-                    self.world, role, number + more, policy, states=self.states,
+                    self.world, role, number + more, policy, states=self.states, stated=self.stated,
                     lease_ttl_s=TTL_S, claim_timeout_s=TTL_S, queue_timeout_s=QUEUE_TIMEOUT_S,
                     max_leased_fraction=fraction, max_pulls_ahead=3,
                     **changes,
@@ -225,6 +227,24 @@ class DeploymentWithBorderStatesInHostMemory(DeploymentWithBorderStates):
     with_host_memory = True
 
 
+class DeploymentWithStatesOfDrafts(DeploymentWithStates):
+    """A model with states that drafts a token, for which vLLM takes a block more of each group."""
+
+    stated = DRAFTS
+
+
+class DeploymentWithCheckpoints(DeploymentWithBorderStates):
+    """Mamba2 layers since vLLM 0.32: a step hands out the state of a border within it."""
+
+    stated = CHECKPOINTS
+
+
+class DeploymentWithCheckpointsAndDrafts(DeploymentWithBorderStatesInHostMemory):
+    """The same of a model that drafts a token, with host memory."""
+
+    stated = CHECKPOINTS | DRAFTS
+
+
 #: How many examples of each are made in every run.
 EXAMPLES: dict[type[Deployment], int] = {Deployment: 35, DeploymentWithHostMemory: 35}
 if INSTALLED >= (0, 30):  # states of recurrent layers
@@ -232,7 +252,10 @@ if INSTALLED >= (0, 30):  # states of recurrent layers
         DeploymentWithStates: 15,
         DeploymentWithBorderStates: 20,
         DeploymentWithBorderStatesInHostMemory: 15,
+        DeploymentWithStatesOfDrafts: 10,
     }
+if INSTALLED >= (0, 32):
+    EXAMPLES |= {DeploymentWithCheckpoints: 20, DeploymentWithCheckpointsAndDrafts: 15}
 every_machine = pytest.mark.parametrize("machine", EXAMPLES, ids=lambda machine: machine.__name__)
 
 

@@ -10,6 +10,8 @@ from vllm.v1.request import RequestStatus
 from pd_connector.orders import Report
 from pd_connector.scheduler.request_admission import AdmissionLimits, RequestAdmission
 from tests.support.connector.requests import FakeRequest
+from tests.support.releases import since
+from tests.support.simulation.state_groups import CHECKPOINTS
 from tests.support.simulation.vllm_schedulers import ClientRequest, EngineSim, World
 from transfer.control.messages import Find, Found
 from transfer.control.waiting_requests import NotYet
@@ -344,3 +346,60 @@ def test_one_whose_tokens_have_not_come_after_all_does_not_wait_for_itself(world
     admission.settled({"arrived"}, set(), Report())
     admission.step_orders({})
     assert admission.must_wait(failed)
+
+
+# Prompts whose tokens have not come after all
+
+
+@pytest.mark.parametrize("loaded_first", [False, True])
+def test_of_two_that_have_failed_only_the_one_without_blocks_lets_the_other_pass(
+    world: World, loaded_first: bool
+) -> None:
+    engine = EngineSim(world, "kv_both", blocks=64)
+    demand, leases = engine.role_of(RequestAdmission)._demand, engine.service.leases
+    limits = AdmissionLimits(0.5, TTL_S, TTL_S)
+    admission = RequestAdmission(limits, demand, leases, loaded_first=loaded_first)
+    one, other, small = (FakeRequest(name, list(range(size))) for name, size in (("a", 2000), ("b", 2000), ("c", 16)))
+    for each in (one, other, small):
+        admission.awaits_tokens(each)
+    admission.settled({"a", "b", "c"}, {"a", "b", "c"}, Report())
+    admission.step_orders({})
+    assert [admission.must_wait(each) for each in (one, small, other, one)] == [True, False, False, False]
+    admission.check_integrity()
+    admission.finish(other, ())
+    admission.awaits_tokens(other)
+    admission.settled({"b"}, set(), Report())
+    admission.step_orders({})
+    assert [admission.must_wait(each) for each in (one, small)] == [True, False]
+    demand.asked(small)
+    demand.end_step()
+    assert admission.must_wait(small), "vLLM found no blocks for it, whatever was counted"
+
+
+@since((0, 32), "checkpoints of Mamba2 layers")
+@pytest.mark.parametrize("fails", [{"a-d", "b-d"}, {"a-d"}], ids=["both", "the first one"])
+def test_failed_prompts_that_take_more_blocks_than_their_pulls_end_though_others_hold_the_rest(
+    world: World, fails: set[str]
+) -> None:
+    """To compute a prompt takes a block more than to pull it, of each cache group: for the state of a checkpoint."""
+    states: Any = {"states": "align", "stated": CHECKPOINTS}
+    prefill, decode = EngineSim(world, "kv_producer", 120, **states), EngineSim(world, "kv_consumer", 26, **states)
+    decode.worker.pull_s = 9.0
+    decode.ask(ClientRequest("local", list(range(900, 990)), 20))  # leaves no room for states at borders
+    asked = [ClientRequest("a", list(range(188)), 3, decode), ClientRequest("b", list(range(500, 631)), 20, decode)]
+    for each in asked:
+        prefill.ask(each)
+        while f"{each.name}-d" not in decode.worker.pulls:
+            world.step()
+    while len(decode.requests) > len(asked):
+        world.step()
+    assert decode.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == 0
+    for request_id, pull in decode.worker.pulls.items():
+        if request_id in fails:
+            pull.fails_at = world.clock.now + 1.0
+        else:
+            pull.ends_at = world.clock.now + 1.0
+    world.run(within_s=60)
+    assert ends(asked) == {"finished": 2}
+    assert decode.counts == {"pulls failed": len(fails), **({"pulled": 1} if len(fails) == 1 else {})}
+    assert decode._states.checkpoints

@@ -24,7 +24,6 @@ from pd_connector.scheduler.scheduler import ConnectorScheduler
 from pd_connector.scheduler.scheduler_role import SchedulerRole
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.engine_config import UnsupportedError
-from pd_connector.vllm.releases.installed import current
 from tests.support.connector.requests import FakeRequest, a_prompt, allocated
 from tests.support.host_tier.setup import Setup, make_manager, make_request
 from tests.support.process import free_port
@@ -144,7 +143,7 @@ def kinds(side: ConnectorScheduler) -> list[type[SchedulerRole]]:
     ("kv_role", "expected"),
     [
         ("kv_producer", [Producer, RequestAdmission]),
-        ("kv_consumer", [Consumer] if current().serves_loaded_first else [RequestAdmission, Consumer]),
+        ("kv_consumer", [RequestAdmission, Consumer]),
         ("kv_both", [Producer, RequestAdmission, Consumer]),
     ],
 )

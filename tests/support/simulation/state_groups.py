@@ -1,10 +1,11 @@
 """States of recurrent layers in ``vllm_schedulers``: cache groups of vLLM's own, and what each block of them must hold.
 
 A state is the hash of its cache group and of the prompt up to the token after which it is, where the first token of its
-block would be. A step goes on from the state after the tokens before to that after its own last token.
+block would be. A step goes on from the state after the tokens before to that after its own last token, and also hands
+out the state of a checkpoint, if vLLM has a block for it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -23,15 +24,26 @@ StateMode = Literal["", "none", "align"]
 _GROUPS = 2  # with states
 
 
-def caches(block_tokens: int, longest: int, blocks: int, mode: StateMode) -> KVCacheConfig:
-    """A group with keys and values and, in a ``mode``, further ones with states, of requests of ``longest`` tokens."""
+#: What vLLM 0.32 states of every Mamba2 layer: a step hands out the state of a border within it.
+CHECKPOINTS = {"num_prefill_checkpoint_blocks": 1, "prefill_checkpoint_alignment": 1}
+#: Of an engine that drafts one token.
+DRAFTS = {"num_speculative_blocks": 1}
+
+
+def caches(
+    block_tokens: int, longest: int, blocks: int, mode: StateMode, stated: Mapping[str, int] | None = None
+) -> KVCacheConfig:
+    """A group with keys and values and, in a ``mode``, further ones with states, of requests of ``longest`` tokens.
+
+    ``stated``: what else is stated of them, such as ``CHECKPOINTS`` and ``DRAFTS``.
+    """
     full = FullAttentionSpec(block_size=block_tokens, num_kv_heads=4, head_size=16, dtype=torch.float32)
     groups = [KVCacheGroupSpec(["layer"], full)]
     if mode:
         shapes: dict[str, Any] = {"shapes": ((3, 8), (2, 4, 2)), "dtypes": (torch.float32,) * 2}
         state = MambaSpec(
             block_size=block_tokens if mode == "align" else longest, mamba_cache_mode=mode,
-            page_size_padded=full.page_size_bytes, **shapes,
+            page_size_padded=full.page_size_bytes, **shapes, **(stated or {}),
         )  # fmt: skip
         groups += [KVCacheGroupSpec([f"state{number}"], state) for number in range(_GROUPS)]
     return KVCacheConfig(blocks, [], groups)
@@ -53,6 +65,8 @@ class States:
     def __init__(self, config: KVCacheConfig) -> None:
         specs = [group.kv_cache_spec for group in config.kv_cache_groups]
         self._sizes = {number: int(spec.block_size) for number, spec in enumerate(specs) if isinstance(spec, MambaSpec)}
+        self._has_checkpoints = any(getattr(spec, "num_prefill_checkpoint_blocks", 0) for spec in specs)
+        self.checkpoints = 0  # that steps have handed out
         self._hashed: dict[bytes, int] = {}  # by hash of a block, the prompt up to its last token
 
     def note(self, request: Request, stamps: Sequence[int], hash_tokens: int) -> None:
@@ -70,6 +84,10 @@ class States:
                 right = state_stamp(group, stamps[first - 1])
                 assert held == right, f"a step begins with another state of cache group {group} than after {first}"
             memory[tables[group][(end - 1) // size], 0] = state_stamp(group, stamps[end - 1])
+            tokens = _checkpoint(first, end, size) if self._has_checkpoints else 0
+            if tokens and (block := tables[group][-(-end // size) - 2]):
+                self.checkpoints += 1
+                memory[block, 0] = state_stamp(group, stamps[tokens - 1])
 
     def check_found(self, pool: BlockPool, memory: BlockStamps, in_slots: bool = False) -> None:
         """Raise AssertionError if a block can be found as a state that it does not hold."""
@@ -89,3 +107,14 @@ class States:
                     block = pool.blocks[number]
                     is_its_own = block.ref_cnt == 1 and block.block_hash is None
                     assert is_its_own, f"I5: the state of {order.request_id} is pulled into block {number}, not its own"
+
+
+def _checkpoint(first: int, end: int, size: int) -> int:
+    """The tokens after which a step from ``first`` to ``end`` hands out a state, beside the one at its end; 0: none."""
+    from vllm.v1.kv_cache_interface import (  # noqa: PLC0415  since 0.32
+        get_mamba_prefill_checkpoint_position,
+        is_mamba_prefill_checkpoint_valid,
+    )
+
+    tokens = int(get_mamba_prefill_checkpoint_position(end, size, False))
+    return tokens if is_mamba_prefill_checkpoint_valid(first, end, tokens, size, size, 1) else 0

@@ -6,7 +6,7 @@ is checked whenever the model works on it.
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
 from copy import copy
@@ -230,6 +230,7 @@ class EngineSim:
         scheduling: Literal["fcfs", "priority"] = "fcfs",
         slots: int = 0,
         states: StateMode = "",
+        stated: Mapping[str, int] | None = None,
         pooled: bool = False,
         **settings: Any,
     ) -> None:
@@ -237,7 +238,7 @@ class EngineSim:
 
         ``pooled``: whether the world's pool is behind it.
 
-        ``states``: how the model's states are kept, if it has any.
+        ``states``: how the model's states are kept, if it has any. ``stated``: what else vLLM states of them.
 
         ``settings``: of the connector, or ``EngineLimits`` of it.
         """
@@ -251,7 +252,7 @@ class EngineSim:
         self.counts: Counter[str] = Counter()
         self.answers: dict[str, dict[str, Any] | None] = {}  # the kv_transfer_params of each request that has ended
         self.worker = EngineWorker(_BLOCK_TOKENS, pull_s)
-        self._mode, self._caches = states, caches(_BLOCK_TOKENS, _LONGEST, blocks, states)
+        self._mode, self._caches = states, caches(_BLOCK_TOKENS, _LONGEST, blocks, states, stated)
         self._states = States(self._caches)
         self._failures = FailedBlocks()
         self.scheduler = self._make_scheduler(role, policy, settings)
