@@ -32,7 +32,7 @@ class BlockDemand:
         self.left_out: Request | None = None
 
     def blocks_of(self, request: "Request") -> int:
-        """Return how many blocks hold a request's tokens."""
+        """Return how many blocks vLLM gives a request for its tokens, at most."""
         return blocks_for(self.groups, request.num_tokens)
 
     def has_room(self, number: int) -> bool:

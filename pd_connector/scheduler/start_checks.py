@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pd_connector.config import READERS, ConfigError, ConnectorConfig, recipe_keys
 from pd_connector.orders import WorkerHandshake
 from pd_connector.secret import ENVIRONMENT
-from pd_connector.vllm.cache_specs import RING_TOKENS, Retention, blocks_for
+from pd_connector.vllm.cache_specs import RING_TOKENS, Retention
 from pd_connector.vllm.engine_config import (
     EngineRole,
     check_one_engine_per_url,
@@ -167,7 +167,7 @@ def check_holds_a_prompt(slots: int, groups: Sequence[Retention], longest: int, 
         longest: tokens of the longest prompt.
         config: the settings, for the size of host memory of all workers.
     """
-    needed = blocks_for(groups, longest)
+    needed = sum(kept.most_blocks(longest) for kept in groups)  # states after drafts are not transferred
     if needed > slots:
         # Workers round their number of slots down, so a slot takes them no more than its share of all bytes.
         enough = -(-config.cpu_bytes_to_use * needed // slots)

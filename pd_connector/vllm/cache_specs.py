@@ -88,6 +88,8 @@ class Retention:
     window: int = 0  # tokens that a token sees of a sliding window, itself included, and that drafts keep; 0: all
     chunk: int = 0  # tokens of a chunk of chunked local attention, which sees no other chunk; 0: no chunks
     states: bool = False  # a block holds a state: that after all tokens is needed, and no other
+    earlier_states: int = 0  # at most, that vLLM keeps beside, at borders of blocks
+    draft_states: int = 0  # for each of which vLLM gives a request a further block
 
     def first_token(self, computed: int) -> int:
         """Return the first token whose keys and values the next one needs after ``computed`` tokens.
@@ -103,6 +105,11 @@ class Retention:
     def first_needed(self, prompt_tokens: int) -> int:
         """Return the first token of the blocks that computing the last of ``prompt_tokens`` tokens needs."""
         return self.first_token(prompt_tokens - 1) // self.block_tokens * self.block_tokens
+
+    def most_blocks(self, tokens: int) -> int:
+        """Return how many blocks a request with so many tokens has at most, without those of ``draft_states``."""
+        end_block = -(-tokens // self.block_tokens)
+        return min(end_block - self.first_token(tokens) // self.block_tokens + self.earlier_states, end_block)
 
     def needed_blocks(self, first: int, end: int) -> tuple[range, int]:
         """Return the numbers of the blocks that tokens ``first`` to ``end`` (exclusive) need.
@@ -125,8 +132,8 @@ def retention_in(group: "CacheGroup") -> Retention:
 
 
 def blocks_for(groups: Iterable[Retention], tokens: int) -> int:
-    """Return how many blocks of all cache groups hold the tokens of a request that has ``tokens``."""
-    return sum(-(-tokens // group.block_tokens) - group.first_token(tokens) // group.block_tokens for group in groups)
+    """Return how many blocks of all cache groups vLLM gives a request that has ``tokens``, at most."""
+    return sum(group.most_blocks(tokens) + group.draft_states for group in groups)
 
 
 def check_served(group: "KVCacheGroupSpec", spec: Any, layer: str) -> None:
@@ -254,8 +261,15 @@ def retention(spec: Any, ranks: int = 1) -> Retention:
     A window or chunk of a full attention cache is only one of the kernels: vLLM keeps all blocks.
     """
     kind, tokens = type(spec).__name__, int(spec.block_size) * ranks
+    if is_ring(spec):
+        return Retention(RING_TOKENS, states=True)
     if is_state(spec):
-        return Retention(RING_TOKENS if is_ring(spec) else tokens, states=True)
+        # The state that a step begins with, and that of a checkpoint which it hands out.
+        earlier = 1 + int(getattr(spec, "num_prefill_checkpoint_blocks", 0))
+        return Retention(
+            tokens, states=True, earlier_states=earlier if spec.mamba_cache_mode == "align" else 0,
+            draft_states=int(spec.num_speculative_blocks),
+        )  # fmt: skip
     if kind == "ChunkedLocalAttentionSpec":
         return Retention(tokens, chunk=int(spec.attention_chunk_size))
     window = int(spec.sliding_window) + int(getattr(spec, "extra_retained_tokens", 0)) if kind in _SLIDING else 0

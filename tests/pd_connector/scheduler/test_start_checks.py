@@ -4,6 +4,7 @@ And what recipes say that is not so.
 """
 
 import resource
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from pd_connector.config import ConfigError, parse_config
 from pd_connector.scheduler.start_checks import (
     allow_connections,
     check_block_sizes,
+    check_holds_a_prompt,
     check_prefix_unit,
     check_settings,
     unshared_prefixes,
@@ -98,6 +100,14 @@ def test_an_engine_that_lends_prompts_only_says_how_it_lends_answers(
     caplog.set_level("INFO")
     check_settings(parse_config({"serve_prefixes": True}), EngineRole.of(made, serves_prefixes=True), made, groups)
     assert ("--prefix-cache-retention-interval None keeps those of answers" in caplog.text) is says
+
+
+def test_host_memory_holds_a_prompts_states_and_none_of_drafts() -> None:
+    groups = [TOKENS, replace(STATES, earlier_states=2, draft_states=4)]
+    config = parse_config({"cpu_bytes_to_use": 7000, "host_transfers": "auto"})
+    check_holds_a_prompt(8, groups, 5 * 96, config)
+    with pytest.raises(ConfigError, match=r"of 7 blocks cannot hold .* which takes 8; .* at least 8000"):
+        check_holds_a_prompt(7, groups, 5 * 96, config)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,8 @@ BLOCK = 4
 class StateEngine:
     """Blocks of one group with keys and values and two with states, in vLLM's mode "none" or "align", or with rings."""
 
-    def __init__(self, mode: str = "align", blocks: int = 40) -> None:
+    def __init__(self, mode: str = "align", blocks: int = 40, **stated: int) -> None:
+        """``stated``: what else vLLM states of the states: blocks for drafts and checkpoints."""
         size = MAX_TOKENS if mode == "none" else BLOCK
         full = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
         if mode == "ring":
@@ -31,7 +32,7 @@ class StateEngine:
         else:
             state = MambaSpec(
                 block_size=size, shapes=((3, 8), (2, 4, 2)), dtypes=(torch.float32,) * 2, mamba_cache_mode=mode,
-                page_size_padded=full.page_size_bytes,
+                page_size_padded=full.page_size_bytes, **stated,
             )  # fmt: skip
         groups = [KVCacheGroupSpec([f"layer {number}"], spec) for number, spec in enumerate((full, state, state))]
         config = KVCacheConfig(blocks, [], groups)
