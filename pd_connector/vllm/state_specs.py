@@ -17,7 +17,7 @@ A ring is a state in which nothing belongs to heads: every rank holds all of it.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -87,9 +87,11 @@ def state_spec(vllm_config: "VllmConfig", layer: str, spec: Any) -> StateSpec:
     columns, rows = (conv if is_column_first else conv[::-1]) if conv else (0, 0)
     widths = _widths(_type(spec), columns, recurrence)
     if (conv is None and recurrence is None) or sum(heads * content for _, heads, content in widths) != columns:
+        replays = getattr(vllm_config.cache_config, "use_replayssm", False)  # as ReplaySSM or RecoverSSM
+        way_out = "start without --use-replayssm" if replays else "serve this model without PDConnector"
         raise UnsupportedError(
             f"the states of layer {layer!r} are of type {_type(spec)} with shapes {shapes}, which PDConnector does not "
-            "know: serve this model without PDConnector"
+            f"know: {way_out}"
         )
     parts, first = [], 0
     config = vllm_config.model_config.hf_text_config.to_dict()
@@ -110,12 +112,6 @@ def _ring(spec: Any) -> StateSpec:
     items = page // int(spec.dtype.itemsize)
     part = StatePart(RECURRENCE, 0, 1, 1, 1, items, 0)
     return StateSpec((part,), ((items,),), (spec.dtype,), int(spec.page_size_bytes), False, True)
-
-
-def state_types(specs: Iterable[Any]) -> str:
-    """Return the types and data types of states, in words; what two engines must agree on. Empty without states."""
-    kinds = {f"{_type(spec)} {'/'.join(str(each).removeprefix('torch.') for each in spec.dtypes)}" for spec in specs}
-    return ", ".join(sorted(kinds))
 
 
 def _type(spec: Any) -> str:

@@ -35,8 +35,10 @@ from vllm.v1.kv_cache_interface import (
     SparseCacheRole,
 )
 
+from pd_connector.vllm import cache_specs
 from pd_connector.vllm.cache_specs import LayerSpec, Retention, check_served, layer_spec, retention
 from pd_connector.vllm.engine_config import UnsupportedError
+from pd_connector.vllm.releases.release_023 import Release023
 from tests.support.connector.stated import model_config
 
 SIZES: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
@@ -83,6 +85,12 @@ def test_caches_of_blocks_with_the_keys_and_values_of_their_tokens_are_served(sp
 def test_any_other_cache_is_refused_by_layer_kind_and_reason(spec: Any, why: str) -> None:
     with pytest.raises(UnsupportedError, match=f"layer 'l' is a {type(spec).__name__}, .*{why}"):
         check(spec)
+
+
+def test_states_are_refused_on_a_release_that_lays_them_out_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_specs, "current", Release023)
+    with pytest.raises(UnsupportedError, match=r"layer 'l' is a MambaSpec, .* served with vLLM 0\.30 and later only"):
+        check(MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,)))
 
 
 @pytest.mark.parametrize("group", [{"host_resident": True}, {"enable_kv_transfer": False}])

@@ -18,11 +18,14 @@ if INSTALLED < (0, 30):
 
 from dataclasses import replace
 
+import torch
+
 from layout.compatibility import IncompatibleCachesError
 from layout.plan import BlockTable, PlanError, compile_plans
 from layout.sharding import choose_sources
 from pd_connector.orders import CanaryEnds, CanaryReference
 from pd_connector.worker.canary import Comparison, Scratch
+from tests.support.connector import state_caches
 from tests.support.connector.state_caches import GDN, MAMBA2, MODELS, StateLayout, fill, ranks, state_views
 from tests.support.connector.state_pulls import STATE_TOKENS, pull_states, state_plans, state_table
 from transfer.copies.checksums.block_checksums import in_place, sum_states
@@ -106,6 +109,18 @@ def test_other_states_are_refused(monkeypatch: Any) -> None:
         state_plans(here, ranks(wider, BASIC, monkeypatch))
     with pytest.raises(IncompatibleCachesError, match="holds no KV cache part 'conv_x'"):
         state_plans(here, ranks(GDN, BASIC, monkeypatch))
+    half = replace(MAMBA2, conv_dtype=torch.float16)
+    words = r"'dtype' of part 'conv_x'.* 'bfloat16' here and 'float16' on the remote .* same --mamba-cache-dtype"
+    with pytest.raises(IncompatibleCachesError, match=words):
+        state_plans(here, ranks(half, BASIC, monkeypatch))
+
+
+def test_a_convolution_that_sees_more_tokens_is_refused(monkeypatch: Any) -> None:
+    here = ranks(MAMBA2, BASIC, monkeypatch)[0]
+    monkeypatch.setattr(state_caches, "KERNEL", 5)
+    words = r"part 'conv_x' of layer .* has 3 rows here and 4 on the remote engine: .* different numbers of tokens"
+    with pytest.raises(IncompatibleCachesError, match=words):
+        state_plans(here, ranks(MAMBA2, BASIC, monkeypatch))
 
 
 @pytest.mark.thorough

@@ -32,6 +32,7 @@ def model_config(
     draft = SimpleNamespace(draft_model_config=model(draft_heads, {}), draft_sample_method=sampling)
     return SimpleNamespace(
         model_config=model(kv_heads, text),
+        cache_config=SimpleNamespace(),
         speculative_config=draft if draft_heads else None,
         parallel_config=SimpleNamespace(tensor_parallel_size=tp_size, pipeline_parallel_size=1, **parallel),
     )
