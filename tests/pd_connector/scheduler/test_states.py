@@ -22,9 +22,10 @@ def world() -> Iterator[World]:
     world.close()
 
 
-def pull(world: World, mode: Any, *, at_once: bool) -> EngineSim:
+def pull(world: World, mode: Any, *, at_once: bool, decodes_in: Any = None) -> EngineSim:
     """The engine that has pulled and decoded a prompt."""
-    prefill, decode = (EngineSim(world, role, 40, states=mode) for role in ("kv_producer", "kv_consumer"))
+    prefill = EngineSim(world, "kv_producer", 40, states=mode)
+    decode = EngineSim(world, "kv_consumer", 40, states=decodes_in or mode)
     prompt = list(range(TOKENS))
     if at_once:
         decode.ask_by_name(ClientRequest("r", prompt, OUTPUTS), prefill)
@@ -88,8 +89,17 @@ def test_a_block_that_a_step_zeroes_may_be_pulled_into_by_the_next_one(world: Wo
     assert set(order.local_block_ids[0]) & set(under_way[0].new_block_ids_to_zero)
 
 
-def test_a_longer_prompt_goes_on_from_the_border_that_was_pulled_beside(world: World) -> None:
-    decode = pull(world, "align", at_once=False)
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize(
+    ("theirs", "ours", "found"), [("none", "align", 0), ("align", "none", 0), ("align", "align", BORDER)]
+)
+def test_a_longer_prompt_goes_on_from_a_border_if_both_sides_keep_states_there(
+    world: World, theirs: Any, ours: Any, found: int, at_once: bool
+) -> None:
+    """If only one does, its state is pulled all the same, and no later prompt is said to find one of a border."""
+    decode = pull(world, theirs, at_once=at_once, decodes_in=ours)
+    assert decode.counts["pulled"] == 1
+    assert decode.computed_tokens == OUTPUTS
     decode.ask(ClientRequest("longer", list(range(TOKENS + 20)), 1))
     world.run(10.0)
-    assert decode.computed_of["longer-d"] == TOKENS + 20 - BORDER
+    assert decode.computed_of["longer-d"] == TOKENS + 20 - found

@@ -40,8 +40,8 @@ class Ends:
 class EngineWorker:
     """One worker: its memories, and what is under way to and from them."""
 
-    def __init__(self, block_tokens: int, pull_s: float) -> None:
-        self._block_tokens = block_tokens
+    def __init__(self, block_tokens: int, state_tokens: int, pull_s: float) -> None:
+        self._block_tokens, self._state_tokens = block_tokens, state_tokens
         self.pull_s, self.copy_s = pull_s, 0.0
         self.memories = Memories({}, {})
         self.pulls: dict[str, ScheduledPull] = {}
@@ -102,7 +102,8 @@ class EngineWorker:
 
     def _pull(self, order: PullOrder, now: float, peer_of: PeerOf) -> ScheduledPull:
         ends_at = now + self.pull_s
-        return ScheduledPull(order, self._block_tokens, ends_at, ends_at + _PULL_TIMEOUT_S, peer_of(order))
+        sizes, fails_at = (self._block_tokens, self._state_tokens), ends_at + _PULL_TIMEOUT_S
+        return ScheduledPull(order, *sizes, ends_at, fails_at, peer_of(order))
 
     def _end_pulls(self, now: float) -> list[ScheduledPull]:
         ended = _ended(self.pulls, now)

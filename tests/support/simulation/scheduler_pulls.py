@@ -49,6 +49,7 @@ class ScheduledPull:
 
     order: PullOrder
     block_tokens: int
+    state_tokens: int  # of a block with a state, on this engine
     ends_at: float  # not before then
     fails_at: float  # at the latest
     peer: Peer
@@ -134,10 +135,7 @@ class ScheduledPull:
         self.was_ahead |= not self.prompt.is_complete
 
     def _read_states(self, place: Place) -> bool:
-        """Read the states that both sides' tables have, as late as may be; return whether the last one is among them.
-
-        With as many tokens in a block on either side.
-        """
+        """Read the states that both sides' tables have, as late as may be; return whether the last is among them."""
         in_host, remote = place is Place.HOST, self.prompt.progress.remote
         source = self.peer.memories.host if in_host else self.peer.memories.device
         tables = self._slots if in_host else self.prompt.progress.tables
@@ -145,7 +143,8 @@ class ScheduledPull:
             if not group:
                 continue  # keys and values
             local = block_table(self.order.local_block_ids[group]).block_ids
-            ours, theirs = (state_entries(ids, size, self.order.end_token) for ids in (local, tables[group].block_ids))
+            ours = state_entries(local, self.state_tokens, self.order.end_token)
+            theirs = state_entries(tables[group].block_ids, size, self.order.end_token)
             if self.order.end_token not in ours.keys() & theirs.keys():
                 return False
             self.lacks_states |= not ours.keys() <= theirs.keys()

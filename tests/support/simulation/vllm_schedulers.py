@@ -251,8 +251,9 @@ class EngineSim:
         self.requests: dict[str, tuple[ClientRequest, Request]] = {}
         self.counts: Counter[str] = Counter()
         self.answers: dict[str, dict[str, Any] | None] = {}  # the kv_transfer_params of each request that has ended
-        self.worker = EngineWorker(_BLOCK_TOKENS, pull_s)
         self._mode, self._caches = states, caches(_BLOCK_TOKENS, _LONGEST, blocks, states, stated)
+        state_tokens = int(self._caches.kv_cache_groups[-1].kv_cache_spec.block_size)
+        self.worker = EngineWorker(_BLOCK_TOKENS, state_tokens, pull_s)
         self._states = States(self._caches)
         self._failures = FailedBlocks()
         self.scheduler = self._make_scheduler(role, policy, settings)
