@@ -13,8 +13,8 @@ from tests.support.layout.oracle import Rank, Table
 from transfer.copies.reshape.reshape import run_copies
 from transfer.store.slot_objects import KEY_BYTES, SlotObjects
 
-SECRET = bytes(range(KEY_BYTES))
-SLOTS = 8
+OBJECT_SECRET = bytes(range(KEY_BYTES))
+_SLOTS = 8
 _GUARD_BYTES = 64
 
 
@@ -25,15 +25,15 @@ class HostSlots:
         self.rank = rank
         self.layout: HostLayout = host_layout(rank.geometry)
         self.memory = np.random.default_rng(3).integers(
-            0, 256, SLOTS * self.layout.slot_bytes + 2 * _GUARD_BYTES, np.uint8
+            0, 256, _SLOTS * self.layout.slot_bytes + 2 * _GUARD_BYTES, np.uint8
         )
-        self.region = Region(self.memory.ctypes.data + _GUARD_BYTES, SLOTS * self.layout.slot_bytes)
+        self.region = Region(self.memory.ctypes.data + _GUARD_BYTES, _SLOTS * self.layout.slot_bytes)
         forms = object_forms(slot_geometry(rank.geometry, self.layout, self.region))
         assert [[form.digest for form in group] for group in forms] == [
             [form.digest for form in group] for group in object_forms(rank.geometry)
         ], "the scheduler side names objects otherwise, which does not know the slots"
         self.forms = forms
-        self.objects = [[SlotObjects(form, SECRET) for form in group] for group in forms]
+        self.objects = [[SlotObjects(form, OBJECT_SECRET) for form in group] for group in forms]
 
     def slot(self, group: int, entry: int) -> int:
         return group + 2 * entry

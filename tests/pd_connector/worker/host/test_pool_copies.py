@@ -11,7 +11,7 @@ from pd_connector.stats import StatsRecorder
 from pd_connector.worker.host.pool_copies import PoolCopies
 from tests.support.layout.oracle import Engine, Model, Rank, Table, build
 from tests.support.store.in_memory import InMemoryStore, SharedObjects
-from tests.support.store.object_slots import SECRET, HostSlots
+from tests.support.store.object_slots import OBJECT_SECRET, HostSlots
 from tests.support.waiting import ManualClock, until
 
 MODEL = Model(4, (2, 2), 2, ((0, 1, 2),), (0,))
@@ -27,7 +27,7 @@ class Worker:
         self.rank, self.slots, self.stats = rank, HostSlots(rank), StatsRecorder()
         size = self.slots.objects[0][0].sealed_bytes
         self.copies = PoolCopies(
-            self.slots.forms, SECRET, partial(InMemoryStore, shared, objects * size), self.stats, clock
+            self.slots.forms, OBJECT_SECRET, partial(InMemoryStore, shared, objects * size), self.stats, clock
         )
 
     def order(self, pool_id: int = 1) -> PoolOrder:
