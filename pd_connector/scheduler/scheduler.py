@@ -353,7 +353,7 @@ class ConnectorScheduler:
                 self._config, self._vllm_config, self._blocks.manager, self._retentions, in_order
             )
             self._roles.insert(1, tier)
-            if self._config.pool is not None:
+            if self._config.pool is not None and not self._unshared:
                 self._pool = open_shared_pool(
                     self._config, blocks, tier.loans, self._retentions, in_order, self._hashes, self._rate, self._clock
                 )  # fmt: skip

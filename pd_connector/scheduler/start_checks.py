@@ -77,8 +77,8 @@ def check_settings(
     for setting, is_set in needed_by.items():
         if is_set:
             check_prefix_caching(vllm_config, setting)
-    if (config.serve_prefixes or config.peers is not None) and unshared:
-        logger.warning("PDConnector: serve_prefixes and peers have no effect: %s", unshared)
+    if (config.serve_prefixes or config.peers is not None or config.pool is not None) and unshared:
+        logger.warning("PDConnector: serve_prefixes, peers and pool have no effect: %s", unshared)
     elif config.serve_prefixes and lends_prompts_only(vllm_config, retentions):
         logger.info(
             "PDConnector: what is decoded here is not lent to peers, because vLLM keeps windows and states only at the "

@@ -161,6 +161,13 @@ class HostBlockPool:
         hashes = self._release.block_hashes(request.block_hashes, self._pool.hash_block_size, self.block_tokens[group])
         return tuple(map(make_block_hash_with_group_id, hashes, repeat(group)))
 
+    def key_at(self, request: "Request", group: int, tokens: int) -> "BlockHashWithGroupId | None":
+        """Return the key of the block behind so many tokens of a request; None if it is not full."""
+        size = self.block_tokens[group]
+        hashes = self._release.block_hashes(request.block_hashes, self._pool.hash_block_size, size)
+        number = tokens // size
+        return make_block_hash_with_group_id(hashes[number], group) if number < len(hashes) else None
+
     def take_news(self) -> "list[BlockHashWithGroupId]":
         """Return the keys by which blocks have come to be found since the last call; the first returns none."""
         news, self._news = self._news or [], []

@@ -19,7 +19,14 @@ from transfer.errors import TransferError
 
 
 class StoreFailed(TransferError):  # noqa: N818  named after the event
-    """The store does not work, for no fault of an object's: it is to be opened anew, later."""
+    """The store does not work, for no fault of an object's: it is to be used again later.
+
+    ``keeps_connection``: by the same connection. Else by a new one.
+    """
+
+    def __init__(self, reason: str, *, keeps_connection: bool = False) -> None:
+        super().__init__(reason)
+        self.keeps_connection = keeps_connection
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,5 +79,8 @@ class ObjectStore(ABC):
         """
 
     @abstractmethod
-    def close(self) -> None:
-        """Let go of the connection and its buffer."""
+    def close(self) -> bool:
+        """Let go of the connection and its buffer; return whether that could be done.
+
+        If not, this object must live on: its end would hold up the process.
+        """

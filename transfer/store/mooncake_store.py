@@ -11,6 +11,7 @@ What its calls return, as measured:
 - A client that was restarted, or stopped for longer than the master waits, answers -600 to a connection that it does
   not know any more: that connection is lost.
 - A client that is stopped answers nothing. Calls return when it goes on, or after about 30 s.
+- To close holds the GIL for a second or two, or as long as the client is stopped.
 - To connect holds the GIL: for 4.6 s if nothing listens, for 30 s if the client is stopped. So it is asked before.
 - -200 no room, -704 no such object, -706 somebody fetches it, -800 it could not be moved, -900 no master, or -1 of a
   look-up.
@@ -26,7 +27,9 @@ from layout.geometry import Region
 from transfer.peers import Address
 from transfer.store.interface import ObjectStore, Piece, StoreFailed
 
-_NO_ROOM, _NOT_FOUND, _BEING_PUT = -200, -704, -703
+_INVALID, _NO_ROOM, _NOT_FOUND, _BEING_PUT = -600, -200, -704, -703
+#: The client answers, and its master does not.
+_OF_THE_MASTER = frozenset({-1, -900, -901})
 _OF_AN_OBJECT = frozenset({_NO_ROOM, _NOT_FOUND, _BEING_PUT, -701, -705, -706, -707})
 _RPC_TIMEOUT_MS = "1000"
 _ANSWER_TIMEOUT_S = 1.0
@@ -81,14 +84,24 @@ class MooncakeStore(ObjectStore):
         return [code == 0 for code in self._checked("put", self._native.batch_put_from(*self._arguments(pieces)))]
 
     def get(self, pieces: Sequence[Piece]) -> list[bool]:  # noqa: D102
-        codes = self._checked("get", self._native.batch_get_into(*self._arguments(pieces)))
+        codes = list(self._native.batch_get_into(*self._arguments(pieces)))
+        for number, piece in enumerate(pieces):
+            if codes[number] == _INVALID and self._native.get_size(piece.key) > piece.size:
+                self._native.remove(piece.key, True)  # a stranger's: ours have one size under a key
+                codes[number] = _NOT_FOUND
+        self._checked("get", codes)
         return [code == piece.size for code, piece in zip(codes, pieces, strict=True)]
 
     def remove(self, keys: Sequence[str]) -> None:  # noqa: D102
         self._checked("remove", [self._native.remove(key, True) for key in keys])
 
-    def close(self) -> None:  # noqa: D102
+    def close(self) -> bool:  # noqa: D102
+        try:
+            _check_answers(self._client)
+        except StoreFailed:
+            return False  # it would hold the GIL for 2 s, or as long as the client is stopped
         self._native.close()
+        return True
 
     def _share(self, size: int) -> None:
         address = self._native.alloc_from_mem_pool(size)
@@ -109,7 +122,10 @@ class MooncakeStore(ObjectStore):
         """Return the codes, unless one says that the store does not work."""
         broken = next((code for code in codes if code < 0 and code not in _OF_AN_OBJECT), 0)
         if broken:
-            raise StoreFailed(f"mooncake_client at {self._client}: a {what} ended with {broken}")
+            raise StoreFailed(
+                f"mooncake_client at {self._client}: a {what} ended with {broken}",
+                keeps_connection=broken in _OF_THE_MASTER,
+            )
         return codes
 
 

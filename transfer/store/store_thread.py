@@ -43,7 +43,8 @@ class StoreThread:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._late_at: float | None = None  # when the job under way has taken too long
         self._closed_until = 0.0
-        self._store: ObjectStore | None = None  # of the thread
+        self._store: ObjectStore | None = None  # of the thread, as are those that cannot be closed
+        self._left: list[ObjectStore] = []
         self._ends = threading.Event()
         # A call that never returns must not keep the process.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -106,9 +107,10 @@ class StoreThread:
         """Use the store no more, and no new one for a while: bytes may still come to its buffer."""
         self._closed_until = self._clock() + RETRY_S
         logger.warning("PDConnector: the pool is not used for %.0f s: %s", RETRY_S, error)
-        self._let_go()
+        if not error.keeps_connection:
+            self._let_go()
 
     def _let_go(self) -> None:
         store, self._store = self._store, None
-        if store is not None:
-            store.close()
+        if store is not None and not store.close():
+            self._left.append(store)

@@ -17,7 +17,7 @@ import logging
 import math
 import secrets
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -31,13 +31,13 @@ from pd_connector.orders import Orders, PoolEnds, PoolOrder, Report
 from pd_connector.params import is_decode_leg
 from pd_connector.scheduler.compute_rate import ComputeRate
 from pd_connector.scheduler.host.loans import HostLoans
+from pd_connector.scheduler.host.pool_lookups import longest_prefix
 from pd_connector.scheduler.scheduler_role import SchedulerRole
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.block_pools import BlockKeys, HostBlockPool, group_and_hash, slots_of
 from pd_connector.vllm.cache_specs import Retention
 from pd_connector.vllm.device_blocks import HeldBlocks
 from pd_connector.vllm.requests import computes_whole_prompt
-from transfer.store.interface import ObjectStore
 from transfer.store.store_thread import RETRY_S, StoreThread
 
 if TYPE_CHECKING:
@@ -49,9 +49,7 @@ logger = logging.getLogger(__name__)
 _LEAST_S, _LEAST_TOKENS = 0.02, 128
 #: A look-up that takes longer says that something is wrong with the pool.
 _SLOW_S, _LOOKUP_S = 0.5, 2.0
-#: Keys in one call of a look-up. All that are found are kept from eviction for a while.
-_LOOKUP_KEYS = 32
-_MAX_UNDER_WAY = 16  # requests that wait for the pool
+_MAX_UNDER_WAY = 4  # requests that wait for the pool: a rank fetches for one after the other
 #: After a fetch is late, so that what has come meanwhile is found by others.
 _GRACE_S = 2.0
 _PUT_S, _PUT_BLOCKS, _MAX_PUTS = 5.0, 64, 2
@@ -83,6 +81,7 @@ class _Fetch:
     entries: tuple[tuple[int, int], ...]  # cache group and number of each block
     keys: BlockKeys
     hosts: HeldBlocks  # lent
+    before: HeldBlocks  # that hold what comes before, lent as well
     ends: PoolEnds
     is_wanted: bool = True  # its contents are valid
 
@@ -90,6 +89,7 @@ class _Fetch:
 @dataclass(slots=True)
 class _Put:
     keys: BlockKeys
+    namespace: str
     hosts: HeldBlocks  # lent
     ends: PoolEnds
 
@@ -139,9 +139,10 @@ class SharedPool(SchedulerRole):
         self._fetches: dict[int, _Fetch] = {}
         self._waiting: dict[str, _Fetch] = {}  # for one of them, by request
         self._begun: dict[BlockHashWithGroupId, _Asking | _Fetch] = {}  # by the first block that is missing
+        self._queued: dict[str, float] = {}  # until when a request waits for others, by request
         self._behind: dict[str, _Asking | _Fetch] = {}  # what another request has begun, by who waits for it
         self._asked: set[str] = set()  # requests that are not looked up again
-        self._to_put: deque[BlockHashWithGroupId] = deque(maxlen=_MAX_TO_PUT)
+        self._to_put: list[BlockHashWithGroupId] = []
         self._puts: dict[int, _Put] = {}
         self._known: OrderedDict[BlockHashWithGroupId, None] = OrderedDict()  # in the pool, as far as known
         self._closed_until = -math.inf
@@ -166,10 +167,10 @@ class SharedPool(SchedulerRole):
                 return True
             del self._waiting[request_id]
             self._counts["pool_prompts", "late"] += 1
-        if request_id in self._asked or self._clock() < self._closed_until:
-            return False
         if self._is_behind(request_id):
             return True
+        if request_id in self._asked or self._clock() < self._closed_until:
+            return False
         return self._begin(request, computed_tokens)
 
     def step_orders(self, scheduled: Mapping[str, int]) -> Orders:
@@ -183,13 +184,17 @@ class SharedPool(SchedulerRole):
     def settled(self, request_ids: set[str], failed: set[str], report: Report) -> None:
         """End the fetches and puts that all ranks have reported."""
         for pool_id, ends in report.fetches.items():
-            fetch = self._fetches[pool_id]
+            if (fetch := self._fetches.get(pool_id)) is None:
+                logger.error("PDConnector: ignored that fetch %d ended twice, which is a bug", pool_id)
+                continue
             fetch.ends += ends
             if fetch.ends.ranks >= self._ranks:
                 del self._fetches[pool_id]
                 self._end_fetch(fetch)
         for pool_id, ends in report.puts.items():
-            put = self._puts[pool_id]
+            if (put := self._puts.get(pool_id)) is None:
+                logger.error("PDConnector: ignored that put %d ended twice, which is a bug", pool_id)
+                continue
             put.ends += ends
             if put.ends.ranks >= self._ranks:
                 del self._puts[pool_id]
@@ -201,6 +206,7 @@ class SharedPool(SchedulerRole):
         self._asked.discard(request.request_id)
         self._waiting.pop(request.request_id, None)
         self._behind.pop(request.request_id, None)
+        self._queued.pop(request.request_id, None)
         if (asking := self._asking.pop(request.request_id, None)) is not None:
             self._forget_key(asking)
 
@@ -242,7 +248,9 @@ class SharedPool(SchedulerRole):
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books balance."""
-        held = [fetch.hosts for fetch in self._fetches.values()] + [put.hosts for put in self._puts.values()]
+        held = [(*fetch.before, *fetch.hosts) for fetch in self._fetches.values()] + [
+            put.hosts for put in self._puts.values()
+        ]
         assert self._loans.are_lent(held), "blocks are fetched to, or put from, slots that are not lent"
         assert self._asking.keys() <= self._asked, "a request is being looked up that may be looked up again"
         under_way = {id(each) for each in (*self._asking.values(), *self._fetches.values())}
@@ -254,48 +262,53 @@ class SharedPool(SchedulerRole):
 
     def _begin(self, request: "Request", computed_tokens: int) -> bool:
         """Look up what a request lacks; return whether it is to wait."""
+        request_id, now = request.request_id, self._clock()
         missing = request.num_prompt_tokens - 1 - computed_tokens
         worth_it = math.ceil(min(max(self._rate.tokens_in(_LEAST_S), 1), _LEAST_TOKENS))
         if missing < worth_it or is_decode_leg(request.kv_transfer_params) or computes_whole_prompt(request):
             return False
         if len(self._asking) + len(self._waiting) >= _MAX_UNDER_WAY:
-            return True
+            if now < self._queued.setdefault(request_id, now + self._rate.seconds_for(missing)):
+                return True
+            self._asked.add(request_id)
+            return False
         hit = self._host.find(request, computed_tokens)
         held = computed_tokens + (hit.tokens if hit is not None else 0)
-        keys = {group: self._host.keys_of(request, group) for group in self._host.groups}
-        first = self._first_missing(keys, held)
-        if first is not None and (same := self._begun.get(first)) is not None:
-            self._behind[request.request_id] = same
-            return self._clock() < same.give_up_at
-        self._asked.add(request.request_id)
+        first = self._first_missing(request, held)
+        if first is not None and (same := self._begun.get(first)) is not None and now < same.give_up_at:
+            self._behind[request_id] = same
+            return True
+        self._asked.add(request_id)
         ends = range((request.num_prompt_tokens - 1) // self._unit * self._unit, held + worth_it - 1, -self._unit)
         if first is None or not ends:
             return False
-        now = self._clock()
-        look = partial(_longest, self._forms, self._space(), keys, self._host.block_tokens, ends)
+        keys = {group: self._host.keys_of(request, group) for group in self._host.groups}
+        kept = {group: self._groups[group] for group in keys}
+        whole = [group for group, of in kept.items() if not (of.window or of.chunk or of.states)]
+        look = partial(longest_prefix, self._forms, self._space(), keys, self._host.block_tokens, ends, held, whole)
         asking = _Asking(
             request, computed_tokens, held, keys, first, now, now + self._rate.seconds_for(missing),
             self._lookups.submit(look, _LOOKUP_S),
         )  # fmt: skip
-        self._asking[request.request_id] = self._begun[first] = asking
+        self._asking[request_id] = self._begun[first] = asking
         self._counts["pool_prompts", "asked"] += 1
         return True
 
     def _is_behind(self, request_id: str) -> bool:
-        """Return whether a request waits for what another one has begun."""
-        same = self._behind.get(request_id)
-        if same is not None and self._begun.get(same.key) is same and self._clock() < same.give_up_at:
-            return True
-        self._behind.pop(request_id, None)
-        return False
+        """Return whether a request waits for what another one has begun. Once that is late, it is computed."""
+        same = self._behind.pop(request_id, None)
+        if same is None or self._begun.get(same.key) is not same:
+            return False
+        if self._clock() >= same.give_up_at:
+            self._asked.add(request_id)
+            return False
+        self._behind[request_id] = same
+        return True
 
-    def _first_missing(self, keys: Mapping[int, BlockKeys], tokens: int) -> "BlockHashWithGroupId | None":
+    def _first_missing(self, request: "Request", tokens: int) -> "BlockHashWithGroupId | None":
         """Return the key of the block behind so many tokens, in the first cache group that has one."""
-        for group, of_group in keys.items():
-            number = tokens // self._host.block_tokens[group]
-            if number < len(of_group):
-                return of_group[number]
-        return None
+        keys = (self._host.key_at(request, group, tokens) for group in self._host.groups)
+        return next((key for key in keys if key is not None), None)
 
     def _space(self) -> str:
         """Return the namespace of the objects that are valid here."""
@@ -306,21 +319,31 @@ class SharedPool(SchedulerRole):
 
     def _must_wait_for_answer(self, asking: _Asking) -> bool:
         """Return whether an answer is still to come, or a fetch; if not, the prompt is computed."""
-        is_late = self._clock() >= asking.give_up_at
-        if not (is_late or asking.answer.done()):
+        now, is_done = self._clock(), asking.answer.done()
+        if not is_done and now < asking.give_up_at:
             return True
         del self._asking[asking.request.request_id]
         self._forget_key(asking)
-        if is_late or asking.answer.exception() is not None:
-            self._counts["pool_prompts", "late" if is_late else "failed"] += 1
-            if not is_late or self._clock() - asking.began_at >= _SLOW_S:
+        if not is_done:
+            self._counts["pool_prompts", "late"] += 1
+            if now - asking.began_at >= _SLOW_S:
                 self._close_for_a_while()
+            return False
+        if asking.answer.exception() is not None:
+            self._counts["pool_prompts", "failed"] += 1
+            self._close_for_a_while()
             return False
         tokens = asking.answer.result()
         if tokens <= asking.least:
             self._counts["pool_prompts", "nothing"] += 1
+            self._forget(key for of_group in asking.keys.values() for key in of_group)
             return False
         return self._begin_fetch(asking, tokens)
+
+    def _forget(self, keys: "Iterable[BlockHashWithGroupId]") -> None:
+        """Note that the pool has lost blocks: they may be put again."""
+        for key in keys if self._known else ():
+            self._known.pop(key, None)
 
     def _forget_key(self, begun: "_Asking | _Fetch") -> None:
         if self._begun.get(begun.key) is begun:
@@ -342,15 +365,19 @@ class SharedPool(SchedulerRole):
                 if not self._host.holds(of_group[number]):
                     entries.append((group, number))
                     keys.append(of_group[number])
-        hosts = self._loans.lend((), len(entries)) if entries else None
+        # What host memory holds before these must not be evicted for them.
+        hit = self._host.find(request, asking.first)
+        before = hit.blocks if hit is not None else ()
+        hosts = self._loans.lend(before, len(entries)) if entries else None
         if hosts is None:
             self._counts["pool_prompts", "full" if entries else "nothing"] += 1
             return False
+        takes_s = self._rate.seconds_for(end - asking.least)
         fetch = _Fetch(
-            request, asking.first, asking.least, asking.key, asking.give_up_at, tuple(entries), tuple(keys), hosts,
-            PoolEnds(0),
+            request, asking.first, asking.least, asking.key, self._clock() + takes_s, tuple(entries), tuple(keys),
+            hosts, before, PoolEnds(0),
         )  # fmt: skip
-        order = self._order(keys, hosts, max(asking.give_up_at - self._clock(), 0) + _GRACE_S)
+        order = self._order(keys, hosts, takes_s + _GRACE_S)
         self._orders += Orders(fetches=(order,))
         self._fetches[order.pool_id] = self._waiting[request.request_id] = self._begun[asking.key] = fetch
         return True
@@ -381,7 +408,8 @@ class SharedPool(SchedulerRole):
         self._counts["pool_prompts", "failed" if fetch.ends.failed else "fetched"] += 1
         self._counts["pool_blocks", "fetched"] += len(came)
         self._counts["pool_blocks", "gone"] += len(fetch.entries) - len(came)
-        self._loans.take_back(fetch.hosts)
+        self._forget(fetch.keys[last - number] for number in fetch.ends.missing)
+        self._loans.take_back((*fetch.before, *fetch.hosts))
 
     # Putting
 
@@ -391,7 +419,8 @@ class SharedPool(SchedulerRole):
                 self._known.move_to_end(key)
                 continue
             if len(self._to_put) == _MAX_TO_PUT:
-                self._counts["pool_blocks", "left"] += 1
+                self._counts["pool_blocks", "left"] += 1  # not those before: without them, it would be useless
+                continue
             self._to_put.append(key)
 
     def _begin_put(self) -> None:
@@ -404,14 +433,14 @@ class SharedPool(SchedulerRole):
         self._loans.lend(hosts, 0)
         order = self._order(keys, hosts, _PUT_S)
         self._orders += Orders(puts=(order,))
-        self._puts[order.pool_id] = _Put(keys, hosts, PoolEnds(0))
+        self._puts[order.pool_id] = _Put(keys, order.namespace, hosts, PoolEnds(0))
 
     def _end_put(self, put: _Put) -> None:
         self._loans.take_back(put.hosts)
         if put.ends.failed:
             self._close_for_a_while()
         last = len(put.keys) - 1
-        for index, key in enumerate(put.keys):
+        for index, key in enumerate(put.keys if put.namespace == self._namespace else ()):
             if last - index not in put.ends.missing:
                 self._know(key)
         self._counts["pool_blocks", "put"] += len(put.keys) - len(put.ends.missing)
@@ -435,31 +464,3 @@ def _runs(entries: Sequence[tuple[int, int]], came: Iterable[int]) -> Iterator[l
         run.append(index)
     if run:
         yield run
-
-
-def _longest(
-    forms: "Sequence[Sequence[ObjectForm]]",
-    namespace: str,
-    keys: Mapping[int, BlockKeys],
-    block_tokens: Sequence[int],
-    ends: Sequence[int],
-    store: ObjectStore,
-) -> int:
-    """Return the first of the ends, the longest first, at which all cache groups have a block; 0 if there is none.
-
-    A block is there if its first object on the first rank is. On a thread.
-    """
-    per_call = max(1, _LOOKUP_KEYS // len(keys))
-    for at in range(0, len(ends), per_call):
-        shown: dict[int, list[str]] = {}
-        for end in ends[at : at + per_call]:
-            last = [(group, end // block_tokens[group] - 1) for group in keys]
-            if all(number < len(keys[group]) for group, number in last):
-                named = [(forms[group], group_and_hash(keys[group][number])[1]) for group, number in last]
-                shown[end] = [of[0].key(namespace, of[0].first_share, block_hash) for of, block_hash in named if of]
-        names = list(dict.fromkeys(name for of_end in shown.values() for name in of_end))
-        exist = dict(zip(names, store.exist(names), strict=True)) if names else {}
-        for end, of_end in shown.items():
-            if all(exist[name] for name in of_end):
-                return end
-    return 0

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from layout.block_objects import ObjectForm, object_forms
@@ -48,6 +48,10 @@ class _Object:
     key: str
 
 
+class _GivenUp(Exception):  # noqa: N818  named after the event
+    """The order of a job has been given up. The store may be well."""
+
+
 class _Job:
     """An order under way. Its thread works on it until it is given up, which the model's thread does."""
 
@@ -56,6 +60,7 @@ class _Job:
         self.give_up_at = give_up_at
         self.missing: set[int] = set()
         self.moved_bytes = 0
+        self.has_begun = False
         self._lock = threading.Lock()
         self._is_over = False
 
@@ -63,12 +68,20 @@ class _Job:
         """Do something with the slots.
 
         Raises:
-            StoreFailed: the order has been given up.
+            _GivenUp: the order has been given up.
         """
         with self._lock:
             if self._is_over:
-                raise StoreFailed("an answer came too late")
+                raise _GivenUp
             work()
+
+    def begin(self) -> None:
+        """Note that the thread works on it.
+
+        Raises:
+            _GivenUp: as ``touch``.
+        """
+        self.touch(lambda: setattr(self, "has_begun", True))
 
     def give_up(self) -> None:
         """Let nothing touch the slots any more. It waits for a copy of one block at most."""
@@ -147,14 +160,14 @@ class PoolCopies(WorkerRole):
         return lost
 
     def close(self) -> None:
-        """Begin nothing more."""
+        """Begin nothing more, and touch no slot: host memory may go before ``join``."""
+        for job, _ in (*self._fetches.values(), *self._puts.values()):
+            job.give_up()
         for thread in (self._fetcher, self._putter):
             thread.close()
 
     def join(self) -> None:
-        """Give up what is under way. A call that does not return is left behind, and touches no slot."""
-        for job, _ in (*self._fetches.values(), *self._puts.values()):
-            job.give_up()
+        """Wait for the threads. A call that does not return is left behind."""
         for thread in (self._fetcher, self._putter):
             thread.join()
 
@@ -175,6 +188,9 @@ class PoolCopies(WorkerRole):
             error = None if is_late else future.exception()
             if error is not None and not isinstance(error, StoreFailed):
                 logger.error("PDConnector: blocks could not be %s, which is a bug", event, exc_info=error)
+            if is_late and not job.has_begun:  # others took long, which says nothing of the pool
+                ended[pool_id] = replace(PoolEnds.nothing(job.order), failed=False)
+                continue
             failed = is_late or error is not None
             ended[pool_id] = PoolEnds.nothing(job.order) if failed else PoolEnds(1, frozenset(job.missing))
             self._stats.count("pool_bytes", job.moved_bytes, event)
@@ -184,6 +200,7 @@ class PoolCopies(WorkerRole):
 
     def _fetch(self, job: _Job, store: ObjectStore) -> None:
         """Fetch the objects of an order's blocks, and bring the right ones to their slots. On a thread."""
+        job.begin()
         buffer = bytes_of(store.buffer)
         for calls in _calls(self._objects_of(job.order, own_turn=False), len(buffer)):
             wanted = [(one, piece) for one, piece in calls if one.index not in job.missing]
@@ -206,6 +223,7 @@ class PoolCopies(WorkerRole):
 
     def _put(self, job: _Job, store: ObjectStore) -> None:
         """Put the objects of an order's blocks that it is this rank's turn to put. On a thread."""
+        job.begin()
         buffer = bytes_of(store.buffer)
         for calls in _calls(self._objects_of(job.order, own_turn=True), len(buffer)):
             for one, piece in calls:

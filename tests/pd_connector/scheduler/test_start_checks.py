@@ -71,7 +71,7 @@ def test_prefixes_that_vllm_would_not_find_are_not_shared(
     assert (reason in unshared) if reason else not unshared
     config = parse_config({"peers": ["p:1"]})
     check_settings(config, EngineRole.of(made, asks_peers=True), made, unshared=unshared)
-    assert ("serve_prefixes and peers have no effect" in caplog.text) is bool(reason)
+    assert ("serve_prefixes, peers and pool have no effect" in caplog.text) is bool(reason)
 
 
 def test_states_that_vllm_finds_inside_of_blocks_are_not_shared() -> None:

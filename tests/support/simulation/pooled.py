@@ -65,8 +65,9 @@ class SimulatedPool(ObjectStore, StoreThread):
     def remove(self, keys: Sequence[str]) -> None:
         raise NotImplementedError("workers are simulated")
 
-    def close(self) -> None:
+    def close(self) -> Any:
         """Nothing to close."""
+        return True
 
     join = close
 

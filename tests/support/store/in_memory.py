@@ -63,8 +63,9 @@ class InMemoryStore(ObjectStore):
         for key in keys:
             self._shared.objects.pop(key, None)
 
-    def close(self) -> None:
+    def close(self) -> bool:
         self._memory[:] = 0
+        return True
 
     def _call(self, what: str, keys: Sequence[object]) -> None:
         self._shared.calls.append((what, len(keys)))
