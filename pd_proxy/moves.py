@@ -122,8 +122,13 @@ class Written:
         buffered = b""
         async for piece in pieces:
             *events, buffered = (buffered + piece).split(EVENT_END)
-            if passed := b"".join(self._passed(url, raw) for raw in events):
-                yield passed
+            passed = b""
+            try:
+                for raw in events:
+                    passed += self._passed(url, raw)
+            finally:  # also what comes before an error: it is noted, so that the rest begins behind it
+                if passed:
+                    yield passed
             if self.can_go_on and must_leave():
                 self.is_due = True
                 return

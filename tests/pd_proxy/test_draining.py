@@ -229,6 +229,13 @@ async def refuses(received: Received, wire: Wire) -> None:
         await prefills_by_name(received, wire)
 
 
+async def writes_and_tells_of_an_error(_: Received, wire: Wire) -> None:
+    await wire.head()
+    written = tokens(2, 3, begins=True) + tokens(3, 4) + tokens(4, 5)
+    await wire.chunk(written + b'data: {"error":{"message":"secret","code":500}}\n\n' + DONE)
+    await wire.end()
+
+
 async def begins_with_an_error(_: Received, wire: Wire) -> None:
     await wire.head()
     await wire.chunk(b'data: {"error":{"message":"secret","code":500}}\n\n' + DONE)
@@ -236,15 +243,24 @@ async def begins_with_an_error(_: Received, wire: Wire) -> None:
 
 
 @pytest.mark.parametrize(
-    "failing", ["P", "D answers 500", "D tells of an error", "D breaks off at once", "D breaks off"]
+    ("failing", "written"),
+    [
+        ("P", []),
+        ("D answers 500", []),
+        ("D tells of an error", []),
+        ("D writes and tells of an error", [12, 13, 14]),
+        ("D breaks off at once", []),
+        ("D breaks off", [12, 13]),
+    ],
 )
 def test_if_that_fails_a_decode_server_goes_on_alone(
-    setup: ProxySetup, p: FakeServer, file: Path, failing: str
+    setup: ProxySetup, p: FakeServer, file: Path, failing: str, written: list[int]
 ) -> None:
     scripts: dict[str, Script] = {
         "P": Decoder("second"),
         "D answers 500": answers(500, b"{}"),
         "D tells of an error": begins_with_an_error,
+        "D writes and tells of an error": writes_and_tells_of_an_error,
         "D breaks off at once": Decoder("second", breaks_at=2),
         "D breaks off": Decoder("second", breaks_at=4),
     }
@@ -255,7 +271,7 @@ def test_if_that_fails_a_decode_server_goes_on_alone(
     assert text_of(moving.drained(first)) == WHOLE
     last = moving.servers[1 if failing == "P" else 2]
     assert "kv_transfer_params" not in last.bodies[0]
-    assert last.bodies[0]["prompt"] == [*PROMPT_IDS, 10, 11, *([12, 13] if failing == "D breaks off" else [])]
+    assert last.bodies[0]["prompt"] == [*PROMPT_IDS, 10, 11, *written]
     assert moving.counted() == [("continued", "1"), ("failed", "0")]
 
 
