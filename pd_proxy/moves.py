@@ -10,8 +10,9 @@ chat is one as long as each of its tokens comes as content. Where a parser on D 
 say), the next D could not know where the parser stands, so that the answer ends where it is.
 
 Answers move behind an event of one token with a text. Then the client has all of this token, and the next server begins
-with a whole character: what D has of half a character has no text yet, and its tokens are given up. Of several tokens,
-the last may be such a half.
+with a whole character. Half a character has no text yet, and an answer waits for the other half: tokens that are given
+up because of what they are would come less often than the model says. Only halves of a D that fails are given up. Of
+several tokens, the last may be such a half.
 """
 
 import json
@@ -58,6 +59,8 @@ _FEW_TOKENS = 16
 
 def may_move(api: Api, body: Body) -> bool:
     """Return whether another decode server can go on with an answer, by what the client asked for."""
+    if any(type(body.get(limit)) not in (int, type(None)) for limit in ("max_tokens", "max_completion_tokens")):
+        return False  # vLLM takes numbers in other forms, too
     if api is COMPLETIONS:
         return api.undivided(body) is None and is_plain(body, _HARMLESS, NEUTRAL)
     if api is not CHAT or not is_plain(body, _HARMLESS | _OF_CHATS, NEUTRAL | _NEUTRAL_IN_CHATS):
@@ -129,7 +132,7 @@ class Written:
             finally:  # also what comes before an error: it is noted, so that the rest begins behind it
                 if passed:
                     yield passed
-            if self.can_go_on and must_leave():
+            if self.can_go_on and self._whole == len(self._tokens) and must_leave():
                 self.is_due = True
                 return
         if buffered:

@@ -73,13 +73,6 @@ def test_another_server_goes_on_behind_the_text_so_far(
     assert moving.counted() == [("continued", "1"), ("failed", "0")]
 
 
-def test_half_a_character_is_given_up_and_written_again(setup: ProxySetup, p: FakeServer, file: Path) -> None:
-    first = Decoder("first", waits_at=2)
-    moving = Moving(setup, p, file, first, Decoder("second"))
-    assert text_of(moving.drained(first)) == WHOLE
-    assert moving.servers[1].bodies[0]["prompt"] == [*PROMPT_IDS, 10, 11]
-
-
 @pytest.mark.parametrize(("limit", "left"), [(2, []), (3, [1])])
 def test_an_answer_whose_limit_is_reached_where_it_would_move_has_ended(
     setup: ProxySetup, p: FakeServer, file: Path, limit: int, left: list[int]
@@ -250,6 +243,7 @@ async def begins_with_an_error(_: Received, wire: Wire) -> None:
         ("D tells of an error", []),
         ("D writes and tells of an error", [12, 13, 14]),
         ("D breaks off at once", []),
+        ("D breaks off in a character", []),
         ("D breaks off", [12, 13]),
     ],
 )
@@ -262,6 +256,7 @@ def test_if_that_fails_a_decode_server_goes_on_alone(
         "D tells of an error": begins_with_an_error,
         "D writes and tells of an error": writes_and_tells_of_an_error,
         "D breaks off at once": Decoder("second", breaks_at=2),
+        "D breaks off in a character": Decoder("second", breaks_at=3),
         "D breaks off": Decoder("second", breaks_at=4),
     }
     first = Decoder("first", waits_at=1)

@@ -54,6 +54,15 @@ def test_behind_several_tokens_an_answer_stays_because_the_last_may_be_half() ->
     assert written.rest()["prompt"] == [*PROMPT_IDS, 10, 11, 12, 13]
 
 
+def test_half_a_character_stays_until_the_other_half_is_there() -> None:
+    written = Written(COMPLETIONS, {})
+    followed(written, tokens(0, 1, begins=True) + tokens(1, 2) + tokens(2, 3), 10_000, leaves=True)
+    assert not written.is_due
+    followed(written, tokens(3, 4), leaves=True)
+    assert written.is_due
+    assert written.rest()["prompt"] == [*PROMPT_IDS, 10, 11, 12, 13]
+
+
 def test_what_cannot_be_read_as_text_is_no_place_to_go_on() -> None:
     written = Written(COMPLETIONS, {})
     followed(written, tokens(0, 1, begins=True).replace(b" a", b" \xef\xbf\xbd"), leaves=True)
@@ -121,6 +130,9 @@ def test_streams_of_plain_text_may_move(api: Api, changed: dict[str, Any]) -> No
         (COMPLETIONS, {"seed": 7}),
         (COMPLETIONS, {"n": 2}),
         (COMPLETIONS, {"prompt": ["one", "two"]}),
+        (COMPLETIONS, {"max_tokens": "6"}),
+        (COMPLETIONS, {"max_tokens": 6.0}),
+        (COMPLETIONS, {"max_tokens": True}),
         (COMPLETIONS, {"stop": "a"}),
         (COMPLETIONS, {"logprobs": 0}),
         (COMPLETIONS, {"echo": True}),
@@ -133,6 +145,7 @@ def test_streams_of_plain_text_may_move(api: Api, changed: dict[str, Any]) -> No
         (COMPLETIONS, {"a_parameter_of_next_year": 1}),
         (CHAT, {"seed": 7}),
         (CHAT, {"tools": [{}]}),
+        (CHAT, {"max_completion_tokens": "6"}),
         (CHAT, {"logprobs": True}),
         (CHAT, {"include_reasoning": False}),
         (CHAT, {"response_format": {"type": "json_object"}}),
