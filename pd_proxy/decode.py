@@ -35,6 +35,7 @@ async def run_decode(
     first_token: FirstToken | None = None,
     details: Details | None = None,
     written: Written | None = None,
+    failed: str = "",
 ) -> None:
     """Send a request to a decode server, and its answer, whatever it is, to the client.
 
@@ -44,6 +45,7 @@ async def run_decode(
         first_token: with which the client's answer may have begun.
         details: of the prompt, from the prefill leg; None if the answer's own are right.
         written: of an answer that may move; afterwards, it says whether the answer is left to another decode server.
+        failed: the URL of the server that has just failed the request: it is asked last, and the answer not left to it.
 
     Raises:
         LegFailed: no server could be reached, or the one that was reached fell silent, broke off, or gave an answer
@@ -65,7 +67,9 @@ async def run_decode(
 
     with record.trace.leg("decode") as leg:
         async with (
-            upstream.decode.request("POST", upstream.api.path, leg.applied_to(headers), content, chosen=note) as answer,
+            upstream.decode.request(
+                "POST", upstream.api.path, leg.applied_to(headers), content, chosen=note, failed=failed
+            ) as answer,
             aclosing(answer.pieces()) as pieces,
         ):
             # vLLM sends status 200, and the beginning of some streams, before it has computed anything. Held back until
@@ -87,7 +91,7 @@ async def run_decode(
                 record.problem = f"decode server {answer.url} began its stream with an error of status {status}"
             whole = _with(begun + first, pieces)
             if written is not None:
-                whole = written.followed(answer.url, whole, lambda: upstream.decode.can_spare(answer.server))
+                whole = written.followed(answer.url, whole, lambda: upstream.decode.can_spare(answer.server, failed))
             await _pass_on(client, answer, whole, upstream.api, first_token, details)
     if written is None or not written.is_due:
         await client.end()

@@ -21,7 +21,7 @@ from pd_proxy.journal import CLIENT_LEFT, Journal
 from pd_proxy.legs import TwoLegs
 from pd_proxy.moves import Written, may_move
 from pd_proxy.parameters import decode_body, undivided_reason
-from pd_proxy.settings import Legs
+from pd_proxy.settings import FirstTokenFrom, Legs
 from pd_proxy.spans import Tracing
 from pd_proxy.upstream import Upstream
 
@@ -115,7 +115,8 @@ class Generation(Exchange):
         super().__init__(upstream.api.path, upstream.api.errors, journal, tracing, max_body_bytes)
         self._upstream = upstream
         # In turn: of legs that go at once, P's failure counts only while the client has got nothing.
-        self._of_rests = replace(upstream, api=COMPLETIONS, legs=Legs.IN_TURN)
+        decode = FirstTokenFrom.DECODE
+        self._of_rests = replace(upstream, api=COMPLETIONS, legs=Legs.IN_TURN, first_token=decode)
 
     async def _serve(self, request: Request, client: Client, content: bytes) -> None:
         record, body = client.record, json_object(content)
@@ -167,7 +168,7 @@ class Generation(Exchange):
                 raise
             logger.warning("%s, for the rest of request %s: once more", failure, client.record.identity)
             rest = decode_body(COMPLETIONS, written.rest(), None)
-            await run_decode(self._of_rests, client, rest, written=written)
+            await run_decode(self._of_rests, client, rest, written=written, failed=client.record.decode_url)
 
     async def _alone(self, body: Body, client: Client, reason: str, written: Written | None) -> None:
         """Have a decode server serve the whole request."""

@@ -90,18 +90,20 @@ class Servers:
         self._skip_s = skip_s
         self._choices = 0
 
-    def in_order(self) -> list[Server]:
-        """Return all servers, the one to ask first at the beginning."""
+    def in_order(self, failed: str = "") -> list[Server]:
+        """Return all servers, the one to ask first at the beginning, and at the end the one that has just failed."""
         # A server that just refused comes last instead of being left out: it may be the only one, and back again.
         now = time.monotonic()
         return sorted(
-            self.members, key=lambda one: (one.is_leaving, one.skip_until > now, one.in_flight, one.last_chosen)
+            self.members,
+            key=lambda one: (one.url == failed, one.is_leaving, one.skip_until > now, one.in_flight, one.last_chosen),
         )
 
-    def can_spare(self, server: Server) -> bool:
-        """Return whether a server is leaving, and another one is there for its requests."""
-        now = time.monotonic()
-        return server.is_leaving and any(not one.is_leaving and one.skip_until <= now for one in self.members)
+    def can_spare(self, server: Server, failed: str = "") -> bool:
+        """Return whether a server is leaving, and one that has not just ``failed`` is there for its requests."""
+        # One that refused is not there until a new request has found it: time alone says nothing.
+        others = (one for one in self.members if one.url != failed)
+        return server.is_leaving and any(not (one.is_leaving or one.skip_until) for one in others)
 
     @asynccontextmanager
     async def request(
@@ -112,15 +114,16 @@ class Servers:
         content: bytes | None = None,
         *,
         chosen: Callable[[Server], None] = lambda _: None,
+        failed: str = "",
     ) -> AsyncIterator[Answer]:
         """Send a request to the best server that takes the connection; the answer is closed on leaving.
 
-        ``chosen`` is called with every server before it is tried.
+        ``chosen`` is called with every server before it is tried. ``failed``: the URL of the one to be tried last.
 
         Raises:
             LegFailed: no server could be reached, or the one that was reached gave no answer.
         """
-        untried = self.in_order()
+        untried = self.in_order(failed)
         async with AsyncExitStack() as stack:
             while True:
                 server = untried.pop(0)

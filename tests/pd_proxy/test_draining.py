@@ -115,6 +115,7 @@ def test_an_answer_that_began_with_ps_token_moves_too(setup: ProxySetup, p: Fake
     p.script = prefills
     assert text_of(moving.drained(first, temperature=0)) == WHOLE
     assert moving.counted() == [("continued", "1"), ("failed", "0")]
+    assert ["ignore_eos" in body for body in p.bodies] == [False, True]  # the rest's first token is D's
 
 
 def test_ids_are_asked_for_only_where_an_answer_may_move(setup: ProxySetup, p: FakeServer, file: Path) -> None:
@@ -163,12 +164,12 @@ def test_a_server_that_is_leaving_gets_nothing_new_while_another_is_there(
     assert len(moving.servers[0].received) == 1
 
 
-@pytest.mark.parametrize("other", ["leaving", "down"])
+@pytest.mark.parametrize(("other", "skip_s"), [("leaving", 5), ("down", 5), ("down", 0.001)])
 def test_where_no_other_server_is_there_the_answer_stays(
-    setup: ProxySetup, p: FakeServer, file: Path, other: str
+    setup: ProxySetup, p: FakeServer, file: Path, other: str, skip_s: float
 ) -> None:
     first = Decoder("first", waits_at=1, stays=True)
-    moving = Moving(setup, p, file, first, Decoder("second"))
+    moving = Moving(setup, p, file, first, Decoder("second"), skip_s=skip_s)
 
     def drain() -> None:
         if other == "down":
@@ -268,6 +269,33 @@ def test_if_that_fails_a_decode_server_goes_on_alone(
     assert "kv_transfer_params" not in last.bodies[0]
     assert last.bodies[0]["prompt"] == [*PROMPT_IDS, 10, 11, *written]
     assert moving.counted() == [("continued", "1"), ("failed", "0")]
+
+
+def test_where_the_only_other_server_fails_the_one_that_is_leaving_goes_on_to_the_end(
+    setup: ProxySetup, p: FakeServer, file: Path
+) -> None:
+    first = Decoder("first", waits_at=1)
+    moving = Moving(setup, p, file, first, answers(500, b"{}"))
+    assert text_of(moving.drained(first)) == WHOLE
+    assert [len(server.received) for server in moving.servers] == [2, 1]
+
+
+def test_the_server_that_failed_is_asked_last_even_if_it_has_the_fewest_requests(
+    setup: ProxySetup, p: FakeServer, file: Path
+) -> None:
+    async def third(received: Received, wire: Wire) -> None:
+        await (stalls if received.body.get("seed") else Decoder("third"))(received, wire)
+
+    first = Decoder("first", waits_at=1)
+    moving = Moving(setup, p, file, first, answers(500, b"{}"), third)
+    moving.drain(*moving.servers[:2])
+    body = json.dumps({"prompt": "a", "stream": True, "seed": 7}).encode()
+    busy = RawClient.completing(moving.proxy, body)
+    moving.servers[2].wait()
+    moving.drain(moving.servers[1], moving.servers[2])
+    assert text_of(moving.drained(first)) == WHOLE
+    busy.leave()
+    assert [len(server.received) for server in moving.servers] == [1, 1, 2]
 
 
 def test_if_no_prefill_server_is_left_a_decode_server_goes_on_alone(
