@@ -37,12 +37,17 @@ class Draining:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(_INTERVAL_S)
-            self._mark(await asyncio.to_thread(self._read))
+            try:
+                self._mark(await asyncio.to_thread(self._read))
+            except Exception:  # nothing ends the watching without a word
+                logger.exception("--draining %s was not looked at; once more in %g s", self._path, _INTERVAL_S)
 
     def _read(self) -> set[str] | None:
         """Return what the file names; None if it cannot be read, which changes nothing."""
         try:
-            lines = self._path.read_text(encoding="utf-8").splitlines()
+            if self._path.exists() and not self._path.is_file():
+                raise OSError("it is no regular file")  # reading a pipe may never end
+            lines = self._path.read_text(encoding="utf-8-sig").splitlines()
         except FileNotFoundError:
             lines = []
         except (OSError, ValueError) as error:  # ValueError: no UTF-8

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -189,7 +190,7 @@ def test_the_file_is_read_before_the_first_request_and_names_servers_of_both_leg
 ) -> None:
     monkeypatch.setattr(pd_proxy.draining, "_INTERVAL_S", 60)
     leaving, other, other_p = setup.server(decodes), setup.server(decodes), setup.server(prefills_by_name)
-    file.write_text(f"{leaving.url}\n{p.url}")
+    file.write_text(f"{leaving.url}\n{p.url}", encoding="utf-8-sig")  # as some editors write it
     assert setup.proxy([p, other_p], [leaving, other], draining=str(file)).complete().status_code == 200
     assert [len(server.received) for server in (p, other_p, leaving, other)] == [0, 1, 0, 1]
 
@@ -210,6 +211,24 @@ def test_names_that_are_none_of_its_servers_and_files_that_cannot_be_read_are_to
     said = [record.getMessage() for record in caplog.records if record.name == "pd_proxy.draining"]
     assert [one.count("is leaving") for one in said] == [1, 0, 0, 0]
     assert "is back; it has 0 requests" in said[-1]
+
+
+def test_a_pipe_holds_nothing_up(
+    setup: ProxySetup, p: FakeServer, file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    os.mkfifo(file)
+    assert setup.proxy([p], [setup.server(decodes)], draining=str(file)).complete().status_code == 200
+    assert "cannot be read (it is no regular file)" in caplog.text
+
+
+def test_the_file_is_looked_at_again_whatever_went_wrong(
+    setup: ProxySetup, p: FakeServer, file: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moving = Moving(setup, p, file, decodes, decodes)
+    with monkeypatch.context() as broken:
+        broken.setattr(Path, "read_text", lambda *_, **__: 1 / 0)
+        until(lambda: "was not looked at" in caplog.text)
+    moving.drain(moving.servers[0])
 
 
 # What can go wrong
