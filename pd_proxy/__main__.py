@@ -127,6 +127,7 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[Settings, Server]:
             prefill_from=options.prefill_from,
             relay=tuple(options.relay),
             draining=options.draining,
+            draining_moves_chats=options.draining_moves_chats,
             connect_timeout_s=options.connect_timeout,
             request_timeout_s=options.request_timeout,
             status_page=options.status_page,
@@ -239,7 +240,13 @@ def _parser() -> argparse.ArgumentParser:
         "--draining",
         metavar="FILE",
         help="names the servers that are to be restarted, one URL a line; may change at any time. They get no new "
-        "requests, and decode servers hand over those under way: streams of text go on at another one (default: none)",
+        "requests, and decode servers hand over those under way: text completions go on at another one (default: none)",
+    )
+    parser.add_argument(
+        "--draining-moves-chats",
+        action="store_true",
+        help="with --draining, chats go on, too. Only where no decode server has a --tool-call-parser or "
+        "--reasoning-parser: these may hold text back, which would be lost (default: chats end where they are)",
     )
     parser.add_argument(
         "--api-key",

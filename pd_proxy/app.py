@@ -60,7 +60,9 @@ def create_app(settings: Settings) -> Starlette:
             without_prefill=settings.without_prefill,
             detour=detour,
             api_key=settings.api_key,
-            moves=draining is not None and len(settings.decode) > 1,
+            moves=draining is not None
+            and len(settings.decode) > 1
+            and (api is not apis.CHAT or settings.draining_moves_chats),
         )
         return Route(api.path, Generation(upstream, journal, tracing, settings.max_body_bytes), methods=["POST"])
 

@@ -7,7 +7,9 @@ wrote it, and nothing that the client has is written again.
 
 ``may_move`` knows the requests whose rest is such a completion: nothing shapes a token by its place in the output. A
 chat is one as long as each of its tokens comes as content. Where a parser on D has taken something out (reasoning,
-say), the next D could not know where the parser stands, so that the answer ends where it is.
+say), the next D could not know where the parser stands, so that the answer ends where it is. A parser may also hold
+back a part of a token, even if a request has no tools, and no event tells: so chats move only where the operator says
+that no D has a parser (``Settings.draining_moves_chats``). Text completions pass no parser: each token's text is whole.
 
 Answers move behind an event of one token with a text. Then the client has all of this token, and the next server begins
 with a whole character. Half a character has no text yet, and an answer waits for the other half: tokens that are given
@@ -101,8 +103,7 @@ class Written:
         del self._tokens[self._whole :]
         self._before, self.is_due = self._whole, False
         limit = self._body.get("max_tokens", None if self._is_chat else _FEW_TOKENS)
-        if self._is_chat and self._body.get("max_completion_tokens") is not None:
-            limit = self._body["max_completion_tokens"]
+        limit = self._body.get("max_completion_tokens") or limit
         kept = (HARMLESS | NEUTRAL.keys()) - _OF_THE_BEGINNING
         return {name: value for name, value in self._body.items() if name in kept} | {
             "prompt": [*self._prompt, *self._tokens],

@@ -27,7 +27,9 @@ def test_urls_may_end_in_a_slash_and_be_repeated() -> None:
     assert server == Server("127.0.0.1", 8000, 2)
     assert not settings.status_page
     assert parse(["--prefill", "http://a:1", *D, "--status-page"])[0].status_page
-    assert parse(["--prefill", "http://a:1", *D, "--draining", "a/file"])[0].draining == "a/file"
+    assert not settings.draining_moves_chats
+    draining, _ = parse(["--prefill", "http://a:1", *D, "--draining", "a/file", "--draining-moves-chats"])
+    assert (draining.draining, draining.draining_moves_chats) == ("a/file", True)
 
 
 @pytest.mark.parametrize(

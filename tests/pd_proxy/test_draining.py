@@ -124,7 +124,9 @@ def test_ids_are_asked_for_only_where_an_answer_may_move(setup: ProxySetup, p: F
     moving.answer(seed=7)
     alone = Moving(setup, p, file, Decoder("first"))
     alone.answer()
-    assert ["return_token_ids" in one.bodies[0] for one in (moving.servers[0], alone.servers[0])] == [False, False]
+    chats = Moving(setup, p, file, Decoder("first"), Decoder("second"), draining_moves_chats=False)
+    chats.answer(api=CHAT)
+    assert not any("return_token_ids" in one.servers[0].bodies[0] for one in (moving, alone, chats))
 
 
 def test_an_answer_that_d_does_not_write_in_two_legs_moves_too(setup: ProxySetup, p: FakeServer, file: Path) -> None:
