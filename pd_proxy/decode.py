@@ -58,8 +58,7 @@ async def run_decode(
     if written is not None:
         body, details = body | {"return_token_ids": True}, written.details(details)
     content = json.dumps(body).encode()
-    is_relayed = first_token is None and written is None
-    headers = upstream.headers(client.headers, record.identity, relayed=is_relayed)
+    headers = upstream.headers(client.headers, record.identity, relayed=first_token is None and written is None)
 
     def note(server: Server) -> None:
         record.decode_url = server.url
@@ -115,7 +114,7 @@ async def _pass_on(
         rest = first_token.continued(answer.url, whole) if first_token is not None and has_token else whole
         async for piece in rest if details is None else corrected(rest, api.figures, details):
             await client.send_piece(piece)
-    elif details is None or not _may_be_corrected(answer):
+    elif details is None or answer.status != HTTPStatus.OK or answer.is_encoded:  # no figures that can be read
         await relay(client, answer, whole)
     elif not answer.has_length:
         await relay(client, answer, corrected(whole, api.figures, details))
@@ -133,11 +132,6 @@ async def relay(client: Client, answer: Answer, pieces: AsyncIterator[bytes]) ->
         await client.send_piece(piece)
 
 
-def _may_be_corrected(answer: Answer) -> bool:
-    """Return whether an answer has figures of a prompt that can be read."""
-    return answer.status == HTTPStatus.OK and not answer.is_encoded
-
-
 async def _begun(pieces: AsyncIterator[bytes], preludes: tuple[bytes, ...]) -> tuple[bytes, bytes]:
     """Return the beginning of an answer in two parts: events that are ``preludes``, and what is there behind them."""
     lines = [b"event: " + name + b"\n" for name in preludes]
@@ -153,13 +147,10 @@ async def _begun(pieces: AsyncIterator[bytes], preludes: tuple[bytes, ...]) -> t
     return begun, rest
 
 
-def _name(event: bytes) -> bytes:
-    return event.removeprefix(b"event: ").partition(b"\n")[0]
-
-
 def _status(answer: Answer, first: bytes) -> int:
     """Return an answer's status; that of an error with which a stream begins, because vLLM has said 200 by then."""
-    _, named, data = first.partition(b"data: ") if _name(first) in _FAILED else (b"", b"", b"")
+    name = first.removeprefix(b"event: ").partition(b"\n")[0]
+    _, named, data = first.partition(b"data: ") if name in _FAILED else (b"", b"", b"")
     if not named and first.startswith(b'data: {"error"'):
         data = first.removeprefix(b"data: ")
     if answer.status != HTTPStatus.OK or not data:

@@ -69,11 +69,7 @@ class Exchange(ABC):
         finally:
             self._journal.close(record)
             record.trace.end(
-                {
-                    "http.response.status_code": record.status,
-                    "pd.request_id": record.identity,
-                    "pd.legs": record.legs,
-                },
+                {"http.response.status_code": record.status, "pd.request_id": record.identity, "pd.legs": record.legs},
                 record.failure,
             )
 

@@ -29,24 +29,10 @@ from pd_proxy.first_token import HARMLESS, NEUTRAL, event_of, is_plain
 from pd_proxy.usage import Details, PromptDetails
 
 #: Which make the prompt, or count from its end: the rest of an answer has its own.
-_OF_THE_BEGINNING = frozenset(
-    {"prompt", "max_tokens", "seed", "add_special_tokens", "truncate_prompt_tokens", "truncation_side"}
-)
+_OF_THE_BEGINNING = {"prompt", "max_tokens", "seed", "add_special_tokens", "truncate_prompt_tokens", "truncation_side"}
 _HARMLESS = HARMLESS - {"seed"}
-_OF_CHATS = frozenset(
-    {
-        "messages",
-        "max_completion_tokens",
-        "chat_template",
-        "chat_template_kwargs",
-        "add_generation_prompt",
-        "continue_final_message",
-        "documents",
-        "reasoning_effort",
-        "metadata",
-        "store",
-    }
-)
+_OF_TEMPLATES = {"messages", "chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"}
+_OF_CHATS = _OF_TEMPLATES | {"documents", "reasoning_effort", "max_completion_tokens", "metadata", "store"}
 _NEUTRAL_IN_CHATS: dict[str, tuple[Any, ...]] = {
     "logprobs": (False,),
     "top_logprobs": (0,),

@@ -102,8 +102,8 @@ class Servers:
     def can_spare(self, server: Server, failed: str = "") -> bool:
         """Return whether a server is leaving, and one that has not just ``failed`` is there for its requests."""
         # One that refused is not there until a new request has found it: time alone says nothing.
-        others = (one for one in self.members if one.url != failed)
-        return server.is_leaving and any(not (one.is_leaving or one.skip_until) for one in others)
+        gone = (one.is_leaving or one.skip_until > 0 or one.url == failed for one in self.members)
+        return server.is_leaving and not all(gone)
 
     @asynccontextmanager
     async def request(

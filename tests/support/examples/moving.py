@@ -107,8 +107,8 @@ class Moving:
         self.p, self.file = p, file
         p.script = prefills_by_name
         servers = [setup.server(decodes) for _ in scripts]
-        options = {"draining": str(file), "draining_moves_chats": True, "status_page": True} | options
-        self.proxy = setup.proxy([p], list(servers), **options)
+        options.setdefault("draining_moves_chats", True)
+        self.proxy = setup.proxy([p], list(servers), draining=str(file), status_page=True, **options)
         assert self.proxy.complete().status_code == 200  # so that P's control address is known
         p.received.clear()
         servers[0].received.clear()
