@@ -1,4 +1,7 @@
-"""Prompts that are found in a pool, on vLLM's own schedulers: who waits for it, what is found, and what it may cost."""
+"""Prompts that are found in a pool, on vLLM's own schedulers: who waits for it, what is found, and what it may cost.
+
+Covers: pd_connector.scheduler.host.pool_lookups.
+"""
 
 from collections.abc import Iterator
 
@@ -108,6 +111,48 @@ class TestFinding:
         computed, _ = compute(world, reader, [*FIRST, 1])
         assert 0 < counted(reader, "pool_blocks: gone") < TURN // BLOCK
         assert TURN + 1 - FULL < computed < TURN + 1
+
+    def test_a_prefix_that_has_lost_its_beginning_is_not_fetched(self, world: World) -> None:
+        fill(world)
+        del world.pool.objects[list(world.pool.objects)[-1]]  # what was put last
+        reader = an_engine(world)
+        assert compute(world, reader, FIRST)[0] == TURN
+        assert counted(reader, "pool_prompts: nothing") == 1
+        assert counted(reader, "pool_blocks: gone") == 0
+
+    def test_an_answer_that_came_in_time_counts_however_late_vllm_asks_for_it(self, world: World) -> None:
+        fill(world)
+        reader = an_engine(world)
+        reader.ask(ClientRequest("r", [*FIRST, 1], 1))
+        reader.step()
+        world.pool.answer()
+        world.clock.advance(5.0)  # others fill the steps
+        world.run(20.0)
+        assert reader.computed_of["r-d"] == TURN + 1 - FULL
+
+    def test_what_comes_before_in_host_memory_stays_there_meanwhile(self, world: World) -> None:
+        fill(world)
+        reader = an_engine(world)
+        compute(world, reader, FIRST[:96])
+        for _ in range(20):
+            world.step()
+        assert reader.scheduler.reset_prefix_cache()
+        slow_down(reader)
+        reader.ask(ClientRequest("r", [*FIRST, 1], 1))
+        while not pool_of(reader)._fetches:
+            world.step()
+        assert reader.slots_in_use == FULL // BLOCK
+        world.run(20.0)
+        assert reader.computed_of["r-d"] == TURN + 1 - FULL
+
+    def test_requests_beyond_those_that_may_wait_wait_no_longer_than_computing_takes(self, world: World) -> None:
+        world.pool.is_stuck = True
+        reader = an_engine(world, blocks=200)
+        began = world.clock.now
+        for number in range(8):
+            reader.ask(ClientRequest(f"r{number}", range_from(10_000 * (1 + number)), 1))
+        world.run(20.0)
+        assert world.clock.now - began < 3.0
 
     def test_two_requests_for_the_same_fetch_it_once(self, world: World) -> None:
         fill(world)

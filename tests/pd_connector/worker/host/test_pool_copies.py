@@ -177,6 +177,33 @@ class TestTrouble:
         until(lambda: worker.copies._fetcher._late_at is None)
         assert not worker.slots.memory.any()
 
+    def test_what_waited_for_another_for_too_long_does_not_speak_against_the_pool(
+        self, worker: Worker, shared: SharedObjects, clock: ManualClock
+    ) -> None:
+        shared.goes_on.clear()
+        calls = len(shared.calls)
+        worker.begin(fetches=(worker.order(2), worker.order(3)))
+        until(lambda: len(shared.calls) > calls)
+        clock.advance(TIMEOUT_S)
+        ended = worker.copies.take_report().fetches
+        assert ended[2].failed
+        assert ended[3] == PoolEnds(1, frozenset({0, 1, 2}))
+        shared.goes_on.set()
+        until(lambda: worker.copies._fetcher._late_at is None)
+        assert worker.fetch() == PoolEnds(1), "the store is well"
+
+    def test_once_it_is_closed_no_slot_is_touched(self, worker: Worker, shared: SharedObjects) -> None:
+        """Host memory is given back before the threads are waited for."""
+        shared.goes_on.clear()
+        worker.slots.memory[:] = 0
+        calls = len(shared.calls)
+        worker.begin(fetches=(worker.order(2),))
+        until(lambda: len(shared.calls) > calls)
+        worker.copies.close()
+        shared.goes_on.set()
+        worker.copies.join()
+        assert not worker.slots.memory.any()
+
     def test_a_put_reads_no_slot_after_its_time(
         self, worker: Worker, shared: SharedObjects, clock: ManualClock
     ) -> None:
