@@ -205,10 +205,18 @@ def parse_decode_leg(params: object) -> RemotePrefill | RemoteTransfer:
     A key that is null counts as absent for the second one, because routers send nulls.
 
     Raises:
-        ParamsError: a field is missing or invalid, or the contracts are mixed; the message names it and the way out.
+        ParamsError: a field is missing or invalid, or the contracts are mixed, or it is another contract; the message
+            names it and the way out.
     """
     given = {key: value for key, value in params.items() if value is not None} if isinstance(params, dict) else {}
     if "transfer_id" not in given:
+        if "metaserver" in given and "lease_id" not in given:
+            raise ParamsError(
+                f"kv_transfer_params have a metaserver ({given['metaserver']!r:.200}): they are of the contract of "
+                "MooncakeLayerwiseConnector, whose decode engine asks the router there for the prefill leg. Use a "
+                "router that sends the prefill leg itself: pd-proxy, or vllm-ascend's "
+                "load_balance_proxy_server_example.py in the place of load_balance_proxy_layerwise_server_example.py"
+            )
         return parse_remote_prefill(params)
     mixed = [key for key in ("lease_id", "remote_block_ids") if given.get(key)]
     if mixed:

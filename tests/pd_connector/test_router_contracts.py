@@ -181,3 +181,21 @@ def test_an_engine_id_without_an_address_is_an_error_that_says_what_is_missing(e
 def test_llm_ds_offloading_contract_is_named_as_one_not_spoken(params: str) -> None:
     assert not is_decode_leg(json.loads(params))
     assert unusable_keys(json.loads(params)) == (next(iter(json.loads(params))),)
+
+
+def test_the_layerwise_proxys_contract_is_refused_by_name_and_the_way_out_is_another_router() -> None:
+    """What vllm-ascend's load_balance_proxy_layerwise_server_example.py sends to D first."""
+    params = json.loads(
+        """{"do_remote_decode": false, "do_remote_prefill": true,
+        "metaserver": "http://10.0.0.7:8000/v1/metaserver"}"""
+    )
+    assert is_decode_leg(params)
+    with pytest.raises(
+        ParamsError,
+        match=r"a metaserver \('http://10.0.0.7:8000/v1/metaserver'\).* MooncakeLayerwiseConnector.* pd-proxy",
+    ):
+        parse_decode_leg(params)
+
+
+def test_a_metaserver_beside_what_p_has_answered_is_a_routers_own_key() -> None:
+    assert parse_decode_leg(ANSWER.to_params() | {"metaserver": "http://10.0.0.7:8000"}) == ANSWER
