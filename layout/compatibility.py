@@ -45,6 +45,11 @@ _HINTS = {
 }
 
 _STATE_DTYPE = ": start both with the same --mamba-cache-dtype, --mamba-ssm-cache-dtype and --dtype"
+_INDEX_DTYPE = ": start both with the same indexer_kv_dtype in --attention-config"
+_RING_ROWS = (
+    ": a ring of a request's last tokens has rows for drafts; start both with the same num_speculative_tokens in "
+    "--speculative-config"
+)
 
 _ON_THE_FLY = (
     "finds the scales of its quantised KV cache on the fly (--calculate-kv-scales), by the first prompt that it "
@@ -108,8 +113,7 @@ def check_planes(local: Plane, remote: Plane) -> None:
         if ours != theirs:
             raise IncompatibleCachesError(
                 f"KV cache field {field!r} of part {local.part!r}, layer {local.layers[0]!r} is {ours!r} here and "
-                f"{theirs!r} on the remote engine; it must be equal on both"
-                + (_STATE_DTYPE if field in ("item_size", "dtype") and local.dtype else "")
+                f"{theirs!r} on the remote engine; it must be equal on both" + _way_out(field, local)
             )
     if local.total_heads and remote.total_heads and local.total_heads != remote.total_heads:
         raise IncompatibleCachesError(
@@ -129,6 +133,15 @@ def check_planes(local: Plane, remote: Plane) -> None:
             "--decode-context-parallel-size and --cp-kv-cache-interleave-size, or both with "
             f"--cp-kv-cache-interleave-size {local.block_tokens}"
         )
+
+
+def _way_out(field: str, plane: Plane) -> str:
+    """Return which option makes a field of a plane equal on both engines; empty if it is not known."""
+    if field == "content" and plane.dtype and plane.total_heads == 1:  # every rank has all of a ring
+        return _RING_ROWS
+    if field in ("item_size", "dtype"):
+        return _STATE_DTYPE if plane.dtype else _INDEX_DTYPE if plane.part == "index" else ""
+    return ""
 
 
 def check_windows(local: CacheGroup, remote: CacheGroup, layers: Iterable[str]) -> None:

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from layout.compatibility import IncompatibleCachesError, check_models, check_transports, check_windows
-from layout.geometry import CacheGroup, ModelIdentity, WorkerGeometry
+from layout.compatibility import IncompatibleCachesError, check_models, check_planes, check_transports, check_windows
+from layout.geometry import CacheGroup, ModelIdentity, Plane, WorkerGeometry
 from layout.layer_numbers import LayerNumbers
 from tests.support.layout.oracle import Engine, Model, build
 from tests.support.layout.pulls import LOCAL_BASE, REMOTE_BASE, plans_of
@@ -120,6 +120,24 @@ def test_weights_that_were_not_sampled_are_not_compared(unsampled: str) -> None:
 def test_planes_that_hold_other_elements_are_refused(theirs: Model, message: str) -> None:
     with pytest.raises(IncompatibleCachesError, match=message):
         compile_between(Engine(), Engine(), theirs)
+
+
+#: Beside latent vectors: the sparse indexer's keys, and the ring of tokens that it has not pooled.
+INDEX = Plane("index", ("model.layers.0.indexer",), 0, 1, 128, 128, 1, 4, 0, 0, 0, 0, 0, 0, total_heads=1)
+RING = replace(INDEX, part="state", block_tokens=1, content=2304, item_size=4, dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "message"),
+    [
+        (INDEX, replace(INDEX, item_size=2), "'item_size' of part 'index', .* is 1 here and 2 .*same indexer_kv_dtype"),
+        (RING, replace(RING, content=2048), "'content' .* is 2304 here and 2048 .*same num_speculative_tokens in"),
+        (RING, replace(RING, dtype="bfloat16"), "'dtype' .* is 'float32' here .*--mamba-ssm-cache-dtype"),
+    ],
+)
+def test_the_option_that_makes_planes_equal_is_named(ours: Plane, theirs: Plane, message: str) -> None:
+    with pytest.raises(IncompatibleCachesError, match=message):
+        check_planes(ours, theirs)
 
 
 def test_a_window_is_the_layers_not_its_groups() -> None:
