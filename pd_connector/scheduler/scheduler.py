@@ -39,11 +39,11 @@ from pd_connector.scheduler.request_params import RequestParams
 from pd_connector.scheduler.scheduler_role import SchedulerRole
 from pd_connector.scheduler.start_checks import (
     allow_connections,
-    check_block_sizes,
+    check_cache_manager,
     check_holds_a_prompt,
-    check_prefix_unit,
     check_secrets,
     check_settings,
+    say_if_prompts_only,
     unshared_prefixes,
 )
 from pd_connector.scheduler.workers import Workers
@@ -55,7 +55,6 @@ from pd_connector.vllm.cache_groups import retentions
 from pd_connector.vllm.device_blocks import DeviceBlocks
 from pd_connector.vllm.engine_config import (
     EngineRole,
-    context_parallel,
     data_parallel_index,
     drafts_late,
     engine_ranks,
@@ -126,7 +125,7 @@ class ConnectorScheduler:
         self._failed: set[str] = set()  # requests that have failed on a rank, and wait for others
         self._params = RequestParams(self._role, stats)
         self._unshared = unshared_prefixes(vllm_config, self._retentions)
-        check_settings(config, self._role, vllm_config, self._retentions, unshared=self._unshared)
+        check_settings(config, self._role, vllm_config, unshared=self._unshared)
         allow_connections()
         keys = load_keys(config.secret_file)
         self._secret = keys.fingerprint if keys is not None else ""
@@ -176,10 +175,9 @@ class ConnectorScheduler:
         leasing = next((role for role in self._roles if isinstance(role, Producer) and forgets), None)
         to_pull = None if leasing is None else leasing.tokens_to_pull
         self._blocks.bind(kv_cache_manager, self._release_device_blocks, to_pull)
-        if self._states and self._blocks.finds_prefixes:
-            check_prefix_unit(self._blocks.hash_tokens, self._retentions)
-        if context_parallel(self._vllm_config)[0] > 1:
-            check_block_sizes(self._blocks.block_tokens, self._retentions)
+        check_cache_manager(self._vllm_config, self._blocks, self._retentions)
+        if self._config.serve_prefixes and not self._unshared:
+            say_if_prompts_only(self._blocks.retention_interval, self._retentions)
         self._engine.find()
         watch_model(self.model_changed, self._prompts.loaded)
 

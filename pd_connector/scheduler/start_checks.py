@@ -9,6 +9,7 @@ from pd_connector.config import READERS, ConfigError, ConnectorConfig, recipe_ke
 from pd_connector.orders import WorkerHandshake
 from pd_connector.secret import ENVIRONMENT
 from pd_connector.vllm.cache_specs import RING_TOKENS, Retention
+from pd_connector.vllm.device_blocks import DeviceBlocks
 from pd_connector.vllm.engine_config import (
     EngineRole,
     check_one_engine_per_url,
@@ -40,12 +41,6 @@ def unshared_prefixes(vllm_config: "VllmConfig", retentions: Sequence[Retention]
     return ""
 
 
-def lends_prompts_only(vllm_config: "VllmConfig", retentions: Sequence[Retention]) -> bool:
-    """Return whether vLLM keeps what a prefix needs at the ends of prompts only, so that answers are found nowhere."""
-    interval = getattr(vllm_config.cache_config, "prefix_cache_retention_interval", None)
-    return interval == 0 and any(kept.states or kept.window for kept in retentions)
-
-
 def allow_connections() -> None:
     """Raise this process's soft limit of open files: each worker of each peer takes some.
 
@@ -61,13 +56,12 @@ def check_settings(
     config: ConnectorConfig,
     role: EngineRole,
     vllm_config: "VllmConfig",
-    retentions: Sequence[Retention] = (),
     *,
     unshared: str = "",
 ) -> None:
     """Raise ConfigError if settings ask for what this engine cannot do; warn if a recipe's keys contradict it.
 
-    ``retentions``: what vLLM keeps of a request in every cache group. ``unshared``: see ``unshared_prefixes``.
+    ``unshared``: see ``unshared_prefixes``.
     """
     needed_by = {
         "cpu_bytes_to_use": config.cpu_bytes_to_use > 0,
@@ -79,11 +73,6 @@ def check_settings(
             check_prefix_caching(vllm_config, setting)
     if (config.serve_prefixes or config.peers is not None or config.pool is not None) and unshared:
         logger.warning("PDConnector: serve_prefixes, peers and pool have no effect: %s", unshared)
-    elif config.serve_prefixes and lends_prompts_only(vllm_config, retentions):
-        logger.info(
-            "PDConnector: what is decoded here is not lent to peers, because vLLM keeps windows and states only at the "
-            "ends of prompts; --prefix-cache-retention-interval None keeps those of answers, too"
-        )
     if READERS in (config.peers or ()) and not role.produces:
         raise ConfigError(
             f"peers has {READERS!r}: only an engine that prefills for others (kv_role kv_producer or kv_both) has "
@@ -99,6 +88,18 @@ def check_settings(
     _warn_of_contradictions(role, vllm_config)
 
 
+def say_if_prompts_only(interval: int | None, groups: Sequence[Retention]) -> None:
+    """Log that answers are lent to nobody, if vLLM keeps what a prefix needs at the ends of prompts only.
+
+    ``interval``: of the cache manager, which need not go by the option.
+    """
+    if interval == 0 and any(kept.states or kept.window for kept in groups):
+        logger.info(
+            "PDConnector: what is decoded here is not lent to peers, because vLLM keeps windows and states only at the "
+            "ends of prompts; --prefix-cache-retention-interval None keeps those of answers, too"
+        )
+
+
 def _warn_of_contradictions(role: EngineRole, vllm_config: "VllmConfig") -> None:
     """Log a warning if a recipe's keys say of this engine what it is not. An engine of both kinds could be either."""
     if role.produces == role.consumes:
@@ -110,6 +111,17 @@ def _warn_of_contradictions(role: EngineRole, vllm_config: "VllmConfig") -> None
             "PDConnector: %s in kv_connector_extra_config says of this engine: %s. PDConnector goes by what it finds; "
             "check the command line, or correct the key", name, wrong,
         )  # fmt: skip
+
+
+def check_cache_manager(vllm_config: "VllmConfig", blocks: DeviceBlocks, groups: Sequence[Retention]) -> None:
+    """Raise ConfigError if vLLM's cache manager, which ``blocks`` are bound to, is not as this connector takes it.
+
+    ``groups``: what vLLM keeps of a request in every cache group.
+    """
+    if any(kept.states for kept in groups) and blocks.finds_prefixes:
+        check_prefix_unit(blocks.hash_tokens, groups)
+    if context_parallel(vllm_config)[0] > 1:
+        check_block_sizes(blocks.block_tokens, groups)
 
 
 def check_prefix_unit(unit: int, groups: Sequence[Retention]) -> None:

@@ -185,6 +185,16 @@ class DeviceBlocks:
         """Number of tokens of a block that vLLM hashes."""
         return int(self.manager.block_pool.hash_block_size)
 
+    @property
+    def retention_interval(self) -> int | None:
+        """Tokens between the windows and states that vLLM keeps for prefixes.
+
+        0: those at the ends of prompts only; None: all, as in releases that have no such option. vllm-ascend's
+        coordinator of several cache groups keeps all, whatever the option says.
+        """
+        interval: int | None = getattr(self.manager.coordinator, "retention_interval", None)
+        return interval
+
     def forget(self, block_ids: Set[int]) -> None:
         """Let no request find these blocks any more, whoever uses them."""
         if block_ids:

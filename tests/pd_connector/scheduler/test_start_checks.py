@@ -10,19 +10,24 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 
 from pd_connector.config import ConfigError, parse_config
+from pd_connector.scheduler import start_checks
 from pd_connector.scheduler.start_checks import (
     allow_connections,
     check_block_sizes,
     check_holds_a_prompt,
     check_prefix_unit,
     check_settings,
+    say_if_prompts_only,
     unshared_prefixes,
 )
 from pd_connector.vllm.cache_specs import RING_TOKENS, Retention
 from pd_connector.vllm.engine_config import EngineRole
 from tests.support.connector.vllm_engine import a_config
+from tests.support.releases import since
+from tests.support.simulation.vllm_schedulers import EngineSim, World
 
 TOKENS, STATES, WINDOW = Retention(96), Retention(96, states=True), Retention(96, 512)
 
@@ -94,11 +99,8 @@ def test_states_that_vllm_finds_inside_of_blocks_are_not_shared() -> None:
 def test_an_engine_that_lends_prompts_only_says_how_it_lends_answers(
     groups: list[Retention], interval: int | None, says: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = a_config(Path("model"), "kv_consumer")
-    made.cache_config.enable_prefix_caching = True
-    made.cache_config.prefix_cache_retention_interval = interval
     caplog.set_level("INFO")
-    check_settings(parse_config({"serve_prefixes": True}), EngineRole.of(made, serves_prefixes=True), made, groups)
+    say_if_prompts_only(interval, groups)
     assert ("--prefix-cache-retention-interval None keeps those of answers" in caplog.text) is says
 
 
@@ -108,6 +110,26 @@ def test_host_memory_holds_a_prompts_states_and_none_of_drafts() -> None:
     check_holds_a_prompt(8, groups, 5 * 96, config)
     with pytest.raises(ConfigError, match=r"of 7 blocks cannot hold .* which takes 8; .* at least 8000"):
         check_holds_a_prompt(7, groups, 5 * 96, config)
+
+
+@since((0, 30), "states of recurrent layers")
+@pytest.mark.parametrize("interval", [0, None])
+def test_it_goes_by_the_cache_manager_which_need_not_go_by_the_option(
+    interval: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vllm-ascend's coordinator of several cache groups keeps all, whatever the option says."""
+    made, messages = KVCacheCoordinator.__init__, list[str]()
+
+    def with_interval(coordinator: Any, *args: Any, **named: Any) -> None:
+        made(coordinator, *args, **named)
+        coordinator.retention_interval = interval
+
+    monkeypatch.setattr(KVCacheCoordinator, "__init__", with_interval)
+    monkeypatch.setattr(start_checks.logger, "info", lambda message, *_: messages.append(message))
+    world = World()
+    EngineSim(world, "kv_consumer", 40, states="align", serve_prefixes=True)
+    world.close()
+    assert any("what is decoded here is not lent" in each for each in messages) is (interval == 0)
 
 
 @pytest.mark.parametrize(
