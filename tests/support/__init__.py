@@ -74,7 +74,8 @@ Real vllm-ascend on simulated NPUs (``tests/ascend_sim``):
     ascend.recipe_forms     the forms of these caches, by letters, and the shapes of their tensors
     ascend.recipe_memory    a rank's device memory as bytes
     ascend.recipe_oracle    a second opinion on what a prompt's bytes are, and where each rank keeps them
-    ascend.recipe_pulls     a prompt from every rank of P into every rank of D, every byte checked
+    ascend.recipe_schedulers  their schedulers, and what their workers would have done
+    ascend.recipe_pulls     two turns of a conversation, from every rank of P into every rank of D, every byte checked
     ascend.recipe_books     block tables of a lease and of what receives it, by vLLM's own cache managers
     ascend.recipe_workers   the connector's workers on every rank's caches: pulls, proofs, host memory
     ascend.recipe_page      the table of docs/npu_recipes.md

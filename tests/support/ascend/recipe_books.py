@@ -95,13 +95,3 @@ class Books:
         for kept, table in zip(self.retentions, tables, strict=True):
             entries = running_entry(tokens, kept.block_tokens) + 1  # behind are those of drafts
             yield BlockTable.of([block or -1 for block in table[:entries]])
-
-
-def remote_prefill(books: Books, tokens: int) -> RemotePrefill:
-    """What D is told of a prompt that P has computed and leased."""
-    return RemotePrefill(
-        remote_engine_id="p", remote_host="127.0.0.1", remote_port=1,
-        remote_block_ids=books.lease(), remote_num_tokens=tokens, lease_id="l", lease_ttl_s=30.0, prompt_digest="",
-        remote_block_sizes=tuple(kept.block_tokens for kept in books.retentions),
-        remote_layers=tuple(tuple(sorted(names)) for names in books.layers),
-    )  # fmt: skip

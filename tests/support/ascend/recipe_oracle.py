@@ -6,8 +6,9 @@ them. Nothing here knows planes.
 
     tokens     a row for each token, or for every ``tokens_per_state`` of them; block tables in the prompt's order
     window     the same, and entries of the table before the window are holes
-    ring       one block a request, whole
-    state      one block a request: inputs of a convolution by head, side by side for q, k and v; the recurrence by head
+    ring       one block a request, whole, which depends on all tokens
+    state      inputs of a convolution by head, side by side for q, k and v; the recurrence by head. It depends on all
+               tokens up to the end of the entry's block, or to the last one
 """
 
 import re
@@ -87,6 +88,7 @@ class RecipePrompt:
 
     tokens: int
     tables: list[BlockTable]
+    first: int = 0  # what was complete after so many tokens is left out
 
     def write(self, rank: RankCaches, memory: RankMemory, layers: frozenset[str] | None = None) -> int:
         """Put the prompt's bytes of a rank where they belong in ``memory``; returns how many.
@@ -109,17 +111,37 @@ class RecipePrompt:
                     continue
                 tensors = tensors_of(rank.kv_caches[layer])
                 if kind_of(spec) == "state":
-                    yield from _state_places(rank, memory, layer, tensors, int(table.block_ids[-1]))
+                    for after, block in self._states(table, int(group.kv_cache_spec.block_size)):
+                        yield from _state_places(rank, memory, f"{layer}/{after}", tensors, block)
                 elif kind_of(spec) == "ring":
-                    yield from _ring_places(memory, layer, tensors, int(table.block_ids[0]))
+                    yield from _ring_places(memory, f"{layer}/{self.tokens}", tensors, int(table.block_ids[0]))
                 else:
-                    yield from _row_places(rank, memory, layer, spec, tensors, table)
+                    size = int(spec.tokens_per_state)
+                    yield from _row_places(
+                        rank, memory, layer, spec, tensors, table, range(self.first // size, self.tokens // size)
+                    )
+
+    def _states(self, table: BlockTable, size: int) -> Iterator[tuple[int, int]]:
+        """Yield after how many tokens the states in a table are, and their blocks; ``size``: tokens of a block."""
+        for entry, block in enumerate(table.block_ids.tolist()[: (self.tokens - 1) // size + 1]):
+            after = min((entry + 1) * size, self.tokens)
+            if block >= 0 and after > self.first:
+                yield after, block
 
 
 def _row_places(
-    rank: RankCaches, memory: RankMemory, layer: str, spec: Any, tensors: list[torch.Tensor], table: BlockTable
+    rank: RankCaches,
+    memory: RankMemory,
+    layer: str,
+    spec: Any,
+    tensors: list[torch.Tensor],
+    table: BlockTable,
+    wanted: range,
 ) -> Iterator[tuple[Bytes, Bytes]]:
-    """Rows of tokens: a block of vLLM's is one kernel block or more, in order; with DCP, the next rank's comes next."""
+    """Rows of tokens: a block of vLLM's is one kernel block or more, in order; with DCP, the next rank's comes next.
+
+    ``wanted``: rows of the request, over all ranks.
+    """
     first_head = _first_head(rank, layer, spec)
     every, offset = (1, 0) if type(spec).__name__ == _INDEXER else (_dcp(rank), rank.tp_rank % _dcp(rank))
     for number, tensor in enumerate(tensors):
@@ -130,8 +152,14 @@ def _row_places(
         for entry, block in enumerate(table.block_ids.tolist()):
             for kernel in range(kernel_blocks) if block >= 0 else ():
                 start = ((entry * kernel_blocks + kernel) * every + offset) * rows
-                value = _values(f"{layer}/{number}", (start, rows), (first_head, heads), int(np.prod(inner)))
-                yield view[block * kernel_blocks + kernel], value.reshape(rows, heads, *inner)
+                begin, end = (min(max(row - start, 0), rows) for row in (wanted.start, wanted.stop))
+                if begin == end:
+                    continue
+                value = _values(
+                    f"{layer}/{number}", (start + begin, end - begin), (first_head, heads), int(np.prod(inner))
+                )
+                place = view[block * kernel_blocks + kernel, begin:end]
+                yield place, value.reshape(end - begin, heads, *inner)
 
 
 def _ring_places(

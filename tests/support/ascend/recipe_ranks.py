@@ -8,11 +8,11 @@ place of vLLM's, and the runner's allocation.
 import copy
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vllm.config import VllmConfig
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.config import vllm as config_module
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models import registry
@@ -43,11 +43,16 @@ class RankCaches:
 
 
 def make_ranks(
-    recipe: Recipe, side: EngineSide, directory: Path, *, first_of_stage: bool = False
+    recipe: Recipe, side: EngineSide, directory: Path, *, first_of_stage: bool = False, room: int = 1
 ) -> Iterator[RankCaches]:
     """Make the caches of an engine's ranks, one rank after another, TP ranks of the first pipeline stage first.
 
-    ``first_of_stage``: only of the first rank of each pipeline stage.
+    Args:
+        recipe: of vllm-ascend's pages.
+        side: which of its engines.
+        directory: for the tiny models.
+        first_of_stage: only of the first rank of each pipeline stage.
+        room: how many prompts the blocks are enough for.
     """
     load_general_plugins()
     current_platform.pre_register_and_update()
@@ -55,6 +60,7 @@ def make_ranks(
     config_module.HAS_TRITON = True  # which the second model runner's kernels need, none of which is called
     engine = recipe.side(side)
     models = write_models(directory / side, recipe, engine)
+    models = replace(models, blocks=models.blocks * room)
     partition = {"VLLM_PP_LAYER_PARTITION": models.partition} if models.partition else {}
     # The tiny models' embeddings do not reach as far as a recipe's prompts.
     _become_environment(engine.environment | partition | {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"})
@@ -101,6 +107,18 @@ def engine_config(engine: RecipeSide, models: TinyModels) -> VllmConfig:
         num_gpu_blocks_override=models.blocks,
         **arguments,
     ).create_engine_config()
+
+
+def our_config(config: VllmConfig) -> VllmConfig:
+    """As MultiConnector has it for its child, if there is one."""
+    given = config.kv_transfer_config
+    if given.kv_connector == "PDConnector":
+        return config
+    children = given.kv_connector_extra_config["connectors"]
+    (child,) = (each for each in children if each["kv_connector"] == "PDConnector")
+    ours = copy.copy(config)
+    ours.kv_transfer_config = KVTransferConfig(**({"engine_id": given.engine_id} | child))
+    return ours
 
 
 def _inspect_models_here() -> None:

@@ -21,7 +21,7 @@ from pd_connector.vllm.engine_config import UnsupportedError, check_supported
 from tests.support.ascend.recipe_forms import forms_of
 from tests.support.ascend.recipe_memory import RankMemory
 from tests.support.ascend.recipe_oracle import RecipePrompt, block_tables, prompt_tokens
-from tests.support.ascend.recipe_pulls import pull_prompt
+from tests.support.ascend.recipe_pulls import hold_conversation
 from tests.support.ascend.recipe_ranks import RankCaches, make_ranks
 from tests.support.ascend.recipe_workers import run_prompt
 from tests.support.ascend.recipes import EngineSide, Recipe, our_settings
@@ -97,9 +97,9 @@ def _refusal(recipe: Recipe, directory: Path) -> str:
     return ""
 
 
-def pull_bytes(recipe: Recipe, directory: Path) -> dict[str, int]:
-    """Pull a prompt from every rank of P into every rank of D; every byte is checked."""
-    return asdict(pull_prompt(recipe, directory))
+def hold_two_turns(recipe: Recipe, directory: Path) -> dict[str, Any]:
+    """Pull two prompts, the second of which goes on from the first, from every rank of P into every rank of D."""
+    return asdict(hold_conversation(recipe, directory))
 
 
 def run_workers(recipe: Recipe, directory: Path) -> dict[str, int]:

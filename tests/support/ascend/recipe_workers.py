@@ -3,7 +3,6 @@
 The control channel, leases and checksums are real; the transfer engine is the in-process one.
 """
 
-import copy
 import logging
 import pickle
 import time
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
+from vllm.config import set_current_vllm_config
 
 from layout.copies import Int64Array
 from layout.geometry import WorkerGeometry
@@ -47,7 +46,7 @@ from tests.support.ascend.recipe_books import Books
 from tests.support.ascend.recipe_memory import RankMemory, differences, tensors_of
 from tests.support.ascend.recipe_oracle import RecipePrompt, prompt_tokens
 from tests.support.ascend.recipe_pulls import describe
-from tests.support.ascend.recipe_ranks import RankCaches, make_ranks
+from tests.support.ascend.recipe_ranks import RankCaches, make_ranks, our_config
 from tests.support.ascend.recipes import EngineSide, Recipe, our_settings
 from tests.support.connector.requests import FakeRequest
 from tests.support.engine.in_process import InProcessEngine, InProcessFabric
@@ -146,20 +145,8 @@ def _check_refused(rank: RankCaches, settings: dict[str, Any], fabric: InProcess
 
 
 def _worker(rank: RankCaches, settings: dict[str, Any], fabric: InProcessFabric) -> ConnectorWorker:
-    config, kept = _our_config(rank.vllm_config), rank.kv_cache_config
+    config, kept = our_config(rank.vllm_config), rank.kv_cache_config
     return ConnectorWorker(config, kept, parse_config(settings), StatsRecorder(), lambda _: InProcessEngine(fabric))
-
-
-def _our_config(config: VllmConfig) -> VllmConfig:
-    """As MultiConnector has it for its child, if there is one."""
-    given = config.kv_transfer_config
-    if given.kv_connector == "PDConnector":
-        return config
-    children = given.kv_connector_extra_config["connectors"]
-    (child,) = (each for each in children if each["kv_connector"] == "PDConnector")
-    ours = copy.copy(config)
-    ours.kv_transfer_config = KVTransferConfig(**({"engine_id": given.engine_id} | child))
-    return ours
 
 
 def _check_places(geometry: WorkerGeometry) -> None:
