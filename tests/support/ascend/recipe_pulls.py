@@ -28,7 +28,7 @@ _ROOM = 2  # prompts
 
 
 @dataclass(frozen=True)
-class Conversation:
+class TwoTurns:
     """What was done, for those who read it."""
 
     tokens: list[int]  # of both prompts
@@ -49,7 +49,7 @@ def describe(rank: RankCaches) -> WorkerGeometry:
     return geometry
 
 
-def hold_conversation(recipe: Recipe, directory: Path) -> Conversation:
+def hold_conversation(recipe: Recipe, directory: Path) -> TwoTurns:
     """Compute two prompts on P, and pull them to D, which answers the first one before the second one comes."""
     senders = list(make_ranks(recipe, "P", directory, room=_ROOM))
     readers = list(make_ranks(recipe, "D", directory, room=_ROOM))
@@ -85,7 +85,7 @@ def hold_conversation(recipe: Recipe, directory: Path) -> Conversation:
     assert [pull.end_token for pull in pulls] == [len(first) - 1, len(second) - 1]
     assert pulls[0].first_token == 0
     found = [computed[begins[1]].first, pulls[1].first_token]
-    return Conversation([len(first), len(second)], checked, found, caching)
+    return TwoTurns([len(first), len(second)], checked, found, caching)
 
 
 class _LackingStates:

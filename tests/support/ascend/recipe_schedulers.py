@@ -25,13 +25,15 @@ from vllm.v1.structured_output import StructuredOutputManager
 from layout.geometry import WorkerGeometry
 from pd_connector.orders import PullOrder, Report, WorkerHandshake, block_table
 from pd_connector.vllm.metadata import HandshakeMetadata, ReportMetadata
-from tests.support.ascend.recipe_oracle import RecipePrompt
+from tests.support.ascend.recipe_oracle import RecipePrompt, kind_of
 from tests.support.ascend.recipe_ranks import RankCaches, our_config
 from tests.support.process import free_port
 
 #: What every step samples.
 OUTPUT = 7
-_STEP, _MOST_STEPS = 32, 20_000  # tokens: the pools are small
+#: Tokens of a step. While it computes, windows of small blocks take many, and the pools are small.
+_STEP, _STEP_OF_WINDOWS = 1024, 32
+_MOST_STEPS = 20_000
 #: In the place of vLLM's registry of what reads images, which wants tokenizers.
 _TEXT_ONLY: Any = SimpleNamespace(supports_multimodal_inputs=lambda _: False)
 #: What a step of the model writes, or what is pulled.
@@ -119,7 +121,8 @@ class RecipeScheduler:
 def _step_tokens(plan: Any) -> int:
     """How many tokens a step computes: where states are kept at borders of blocks, it ends there."""
     specs = [group.kv_cache_spec for group in plan.kv_cache_groups]
-    return max([_STEP, *(int(spec.block_size) for spec in specs if getattr(spec, "mamba_cache_mode", "") == "align")])
+    least = _STEP_OF_WINDOWS if any(kind_of(spec) == "window" for spec in specs) else _STEP
+    return max([least, *(int(spec.block_size) for spec in specs if getattr(spec, "mamba_cache_mode", "") == "align")])
 
 
 def _with_settings(config: Any, step_tokens: int) -> Any:
