@@ -16,10 +16,10 @@ from tests.support.ascend.recipes import Hardware, Recipe, all_recipes
 pytestmark = pytest.mark.skipif(ascend_release() == "0.23", reason="the recipes are those of vllm-ascend 0.30")
 
 RECIPES = all_recipes()
-#: One of each form of cache. All are of one generation of devices, and so share a process.
+#: One of each form of cache. All but the last are of one generation of devices, and so share a process.
 SHORT = (
     "qwen3-235b-a3", "dsv31-a3", "dsv32-a3", "glm5-a3", "minimax-m3-a3", "qwen35-27b-a3", "dsv4-flash-a3-mtp",
-    "dsv41-flash-a3", "glm53-flash-a3",
+    "dsv41-flash-a3", "glm53-flash-a3", "minimax-m3-950",
 )  # fmt: skip
 #: Of two forms that differ most in what canaries and host memory do with them.
 SHORT_OF_WORKERS = ("qwen3-vl-235b", "dsv41-flash-a3")

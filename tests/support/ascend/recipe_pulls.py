@@ -51,17 +51,17 @@ def describe(rank: RankCaches) -> WorkerGeometry:
 
 def hold_conversation(recipe: Recipe, directory: Path) -> TwoTurns:
     """Compute two prompts on P, and pull them to D, which answers the first one before the second one comes."""
-    senders = list(make_ranks(recipe, "P", directory, room=_ROOM))
-    readers = list(make_ranks(recipe, "D", directory, room=_ROOM))
-    theirs, ours = ([describe(rank) for rank in ranks] for ranks in (senders, readers))
-    tokens = prompt_tokens([senders[0], readers[0]]) + _PART + 1
-    first = [number % 1000 for number in range(tokens)]
-    second = [*first, *[OUTPUT] * _ANSWER, *range(2000, 2000 + _MORE)]
     with ExitStack() as stack:
-        prefill, decode = (
-            stack.enter_context(closing(RecipeScheduler(ranks, workers, _LackingStates(ours[0], theirs))))
-            for ranks, workers in ((senders, theirs), (readers, ours))
-        )
+        senders = list(make_ranks(recipe, "P", directory, room=_ROOM))
+        theirs = [describe(rank) for rank in senders]
+        prefill = stack.enter_context(closing(RecipeScheduler(senders, theirs)))  # in P's environment
+        readers = list(make_ranks(recipe, "D", directory, room=_ROOM))
+        ours = [describe(rank) for rank in readers]
+        lacks = _LackingStates(ours[0], theirs)
+        decode = stack.enter_context(closing(RecipeScheduler(readers, ours, lacks)))
+        tokens = prompt_tokens([senders[0], readers[0]]) + _PART + 1
+        first = [number % 1000 for number in range(tokens)]
+        second = [*first, *[OUTPUT] * _ANSWER, *range(2000, 2000 + _MORE)]
         begins = []
         for name, prompt, outputs in (("first", first, _ANSWER), ("second", second, 1)):
             begins.append(len(prefill.events))

@@ -44,9 +44,12 @@ class RecipeScheduler:
     """One engine's scheduler, and what its workers would have done so far."""
 
     def __init__(
-        self, ranks: Sequence[RankCaches], workers: Sequence[WorkerGeometry], lacks: Callable[[PullOrder], bool]
+        self,
+        ranks: Sequence[RankCaches],
+        workers: Sequence[WorkerGeometry],
+        lacks: Callable[[PullOrder], bool] = lambda _: False,
     ) -> None:
-        """Start an engine's scheduler.
+        """Start an engine's scheduler. The process must have the engine's environment.
 
         Args:
             ranks: all of the engine, TP ranks of the first stage first.
