@@ -10,6 +10,12 @@ from pd_proxy.apis import CHAT, COMPLETIONS, MESSAGES, Api
 from pd_proxy.moves import Written, may_move
 from tests.support.examples.moving import BODIES, DONE, PROMPT_IDS, TEXT, role, tokens
 
+
+def said(value: object) -> str:
+    """A name of an argument, the same in every process."""
+    return value.path if isinstance(value, Api) else str(value)
+
+
 KINDS = pytest.mark.parametrize("api", [COMPLETIONS, CHAT], ids=lambda api: str(api.path))
 
 
@@ -79,7 +85,7 @@ def test_what_cannot_be_read_as_text_is_no_place_to_go_on() -> None:
         (CHAT, {"max_tokens": 8, "max_completion_tokens": 5}, 3),
         (CHAT, {"max_tokens": 8, "max_completion_tokens": None}, 6),
     ],
-    ids=str,
+    ids=said,
 )
 def test_the_rest_has_what_is_left_of_the_limit(api: Api, body: dict[str, Any], left: int | None) -> None:
     written = Written(api, body)
@@ -117,7 +123,7 @@ def test_an_answer_that_has_ended_does_not_move() -> None:
         (CHAT, {"max_completion_tokens": 5, "reasoning_effort": "low", "logprobs": False, "tool_choice": "none"}),
         (CHAT, {"messages": [{"content": [{"type": "text", "text": "a"}]}, {"role": "assistant", "tool_calls": []}]}),
     ],
-    ids=str,
+    ids=said,
 )
 def test_streams_of_plain_text_may_move(api: Api, changed: dict[str, Any]) -> None:
     assert may_move(api, {"stream": True, "model": "tiny"} | BODIES[api.path] | changed)
@@ -154,7 +160,7 @@ def test_streams_of_plain_text_may_move(api: Api, changed: dict[str, Any]) -> No
         (CHAT, {"messages": "a"}),
         (MESSAGES, {"messages": [{"content": "a"}]}),
     ],
-    ids=str,
+    ids=said,
 )
 def test_whatever_goes_by_the_place_in_the_output_or_is_no_text_stays(api: Api, changed: dict[str, Any]) -> None:
     assert not may_move(api, {"stream": True, "model": "tiny"} | BODIES.get(api.path, {}) | changed)
