@@ -149,7 +149,9 @@ def _row_places(
         view = memory.view(tensor)
         view = view[:, :, None] if tensor.dim() == 3 else view  # no axis for the only head
         _, rows, heads, *inner = view.shape
-        for entry, block in enumerate(table.block_ids.tolist()):
+        each = kernel_blocks * every * rows  # rows that an entry stands for
+        first = wanted.start // each
+        for entry, block in enumerate(table.block_ids[first : -(-wanted.stop // each)].tolist(), first):
             for kernel in range(kernel_blocks) if block >= 0 else ():
                 start = ((entry * kernel_blocks + kernel) * every + offset) * rows
                 begin, end = (min(max(row - start, 0), rows) for row in (wanted.start, wanted.stop))
