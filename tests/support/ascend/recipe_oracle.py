@@ -15,6 +15,7 @@ import re
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -220,6 +221,7 @@ def _total_heads(rank: RankCaches, layer: str) -> int:
     return int(config.model_config.hf_text_config.num_key_value_heads)
 
 
+@lru_cache(maxsize=128)  # most ranks hold the same of a step
 def _values(name: str, rows: tuple[int, int], heads: tuple[int, int], size: int) -> Bytes:
     """The bytes of heads of rows, [rows, heads, size]; ranges are (first, number). Other arguments give other bytes."""
     row, head, place = (

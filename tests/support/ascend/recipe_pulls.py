@@ -71,12 +71,12 @@ def hold_conversation(recipe: Recipe, directory: Path) -> TwoTurns:
         computed = [event for event in prefill.events if isinstance(event, RecipePrompt)]
         received = decode.events
         caching = [bool(each.scheduler.kv_cache_manager.enable_caching) for each in (prefill, decode)]
-    memories = []
-    for number, rank in enumerate(senders):
-        memories.append(RankMemory(rank.kv_caches))
-        memories[-1].fill_with_noise(number)
-        for step in computed:
-            step.write(rank, memories[-1])
+    memories = [RankMemory(rank.kv_caches) for rank in senders]
+    for number, memory in enumerate(memories):
+        memory.fill_with_noise(number)
+    for step in computed:
+        for rank, memory in zip(senders, memories, strict=True):
+            step.write(rank, memory)
     known = frozenset(layer for rank in senders for layer in rank.kv_caches)
     checked = 0
     for reader, geometry in zip(readers, ours, strict=True):
