@@ -23,8 +23,8 @@ _STAGES: dict[tuple[int, ...], tuple[int, ...]] = {(30, 30): (3, 3), (41, 37): (
 _LAYERS = {"deepseek_v4": 7, "deepseek_v41": 9, "qwen3_5": 8, "qwen3_5_moe": 8, "glm5_next": 8}
 
 
-#: Where a prompt takes more blocks, all cache groups together: of a family, or of a recipe with unequal block sizes.
-_BLOCKS = {"deepseek_v4": 100, "deepseek_v41": 64, "glm5_next": 64, "dsv4-pro-a2": 200}
+#: Where a prompt takes more blocks, all cache groups together.
+_BLOCKS = {"deepseek_v4": 100, "deepseek_v41": 64, "glm5_next": 64}
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def write_models(directory: Path, recipe: Recipe, side: RecipeSide) -> TinyModel
     if side.draft.get("method") == "eagle3":
         draft = _write(directory / "draft", _eagle3(recipe))
     partition = ",".join(map(str, stages)) if side.pp > 1 else ""
-    return TinyModels(target, draft, partition, _BLOCKS.get(recipe.name) or _BLOCKS.get(family, 16))
+    return TinyModels(target, draft, partition, _BLOCKS.get(family, 16))
 
 
 def family_of(recipe: Recipe) -> str:

@@ -14,6 +14,7 @@ _KEPT = "D: `mlapo_keep_prefill_weights` into `additional_config`"
 _ALIKE = "D: `enable_prefill_mc2` into `additional_config`"
 _ALSO = {
     "glm52-a3": "P: `--kv-cache-dtype int8`",
+    "dsv4-pro-a2": "P: `--block-size 128`",
     "kimi-k26-a3": _KEPT,
     **dict.fromkeys(("dsv31-a3", "kimi-k25-a3"), _KEPT.replace(" into", " and `enable_prefill_mc2` into")),
     **dict.fromkeys(("dsv31-950", "dsv4-flash-a3-dspark", "dsv4-pro-a3-dspark", "dsv41-flash-a3"), _ALIKE),

@@ -23,8 +23,9 @@ _MISPLACED = {"fuse_muls_add": "ascend_compilation_config"}
 _TRANSFER_OPTIONS = (
     "kv_connector", "kv_role", "kv_port", "engine_id", "kv_load_failure_policy", "kv_buffer_device",
 )  # fmt: skip
-#: Options of P that a page leaves out, by recipe: P's caches and D's would have different types.
-_FORGOTTEN = {"glm52-a3": {"kv_cache_dtype": "int8"}}
+#: Options of P that a page leaves out, by recipe: P's caches and D's would have different types, or P so small blocks
+#: that its windows begin behind those of D's, which then computes nearly all prompts itself.
+_FORGOTTEN: dict[str, dict[str, Any]] = {"glm52-a3": {"kv_cache_dtype": "int8"}, "dsv4-pro-a2": {"block_size": 128}}
 
 
 @dataclass(frozen=True)
