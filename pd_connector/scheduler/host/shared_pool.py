@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -92,6 +92,9 @@ class _Put:
     namespace: str
     hosts: HeldBlocks  # lent
     ends: PoolEnds
+
+
+U = TypeVar("U", _Fetch, _Put)
 
 
 class SharedPool(SchedulerRole):
@@ -175,7 +178,6 @@ class SharedPool(SchedulerRole):
 
     def step_orders(self, scheduled: Mapping[str, int]) -> Orders:
         """Return the fetches since the last step, and a put if few are under way."""
-        self._remember_news()
         if self._to_put and len(self._puts) < _MAX_PUTS and self._clock() >= self._closed_until:
             self._begin_put()
         orders, self._orders = self._orders, Orders()
@@ -183,23 +185,19 @@ class SharedPool(SchedulerRole):
 
     def settled(self, request_ids: set[str], failed: set[str], report: Report) -> None:
         """End the fetches and puts that all ranks have reported."""
-        for pool_id, ends in report.fetches.items():
-            if (fetch := self._fetches.get(pool_id)) is None:
-                logger.error("PDConnector: ignored that fetch %d ended twice, which is a bug", pool_id)
-                continue
-            fetch.ends += ends
-            if fetch.ends.ranks >= self._ranks:
-                del self._fetches[pool_id]
-                self._end_fetch(fetch)
-        for pool_id, ends in report.puts.items():
-            if (put := self._puts.get(pool_id)) is None:
-                logger.error("PDConnector: ignored that put %d ended twice, which is a bug", pool_id)
-                continue
-            put.ends += ends
-            if put.ends.ranks >= self._ranks:
-                del self._puts[pool_id]
-                self._end_put(put)
+        self._settle(self._fetches, report.fetches, self._end_fetch)
+        self._settle(self._puts, report.puts, self._end_put)
         self._remember_news()  # an engine without requests steps only for what is known to be put
+
+    def _settle(self, under_way: dict[int, U], ends: Mapping[int, PoolEnds], end: Callable[[U], None]) -> None:
+        for pool_id, new in ends.items():
+            if (one := under_way.get(pool_id)) is None:
+                logger.error("PDConnector: ignored that order %d for the pool ended twice, which is a bug", pool_id)
+                continue
+            one.ends += new
+            if one.ends.ranks >= self._ranks:
+                del under_way[pool_id]
+                end(one)
 
     def finish(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> None:
         """Forget a request. A fetch for it goes on: others may find the prefix."""

@@ -14,11 +14,11 @@ class SharedObjects:
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
-        self.fails = False
+        self.fails = self.keeps_connection = False
         self.refuses: set[str] = set()  # keys that are not kept
         self.goes_on = threading.Event()  # cleared: calls do not return
         self.goes_on.set()
-        self.opened = 0
+        self.opened = self.closed = 0
         self.calls: list[tuple[str, int]] = []  # what was called, and with how many keys
 
 
@@ -64,11 +64,11 @@ class InMemoryStore(ObjectStore):
             self._shared.objects.pop(key, None)
 
     def close(self) -> bool:
-        self._memory[:] = 0
+        self._shared.closed += 1
         return True
 
     def _call(self, what: str, keys: Sequence[object]) -> None:
         self._shared.calls.append((what, len(keys)))
         self._shared.goes_on.wait()
         if self._shared.fails:
-            raise StoreFailed("a test")
+            raise StoreFailed("a test", keeps_connection=self._shared.keeps_connection)

@@ -65,6 +65,20 @@ def test_after_a_failure_the_store_is_left_alone_for_a_while(
     assert shared.opened == 2, "by a new connection"
 
 
+def test_a_failure_of_the_master_alone_keeps_the_connection(
+    thread: StoreThread, shared: SharedObjects, clock: ManualClock
+) -> None:
+    """To close one holds up the process, and would every few seconds for as long as there is no master."""
+    thread.submit(look, 1.0).result(10)
+    shared.fails = shared.keeps_connection = True
+    with pytest.raises(StoreFailed):
+        thread.submit(look, 1.0).result(10)
+    shared.fails = False
+    clock.advance(RETRY_S)
+    assert thread.submit(look, 1.0).result(10) == [False]
+    assert (shared.opened, shared.closed) == (1, 0)
+
+
 def test_a_store_that_cannot_be_opened_is_left_alone_too(thread: StoreThread, shared: SharedObjects) -> None:
     shared.fails = True
     with pytest.raises(StoreFailed, match="nobody there"):
