@@ -1,13 +1,14 @@
 """The KV cache events that tell routers what is in host memory, with the tokens by which they index it.
 
-An event needs the tokens of its block and the block before it, which the request knows. A lazy store comes when the
-request may have left long ago, so what it knew is remembered for as long as the device may hold the block.
+An event needs the tokens of its blocks and the block before them, which the request knows. A lazy store comes when the
+request may have left long ago, so what it knew is remembered for as long as the device may hold the block. As vLLM does
+for the device, one event tells neighbouring blocks of a request.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.v1.core.kv_cache_utils import (
     generate_block_hash_extra_keys,
@@ -23,14 +24,15 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.core.kv_cache_utils import BlockHash, BlockHashWithGroupId
+    from vllm.v1.core.kv_cache_utils import BlockHash, BlockHashWithGroupId, ExternalBlockHash
     from vllm.v1.request import Request
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Neighbouring blocks of one request."""
+    """Neighbouring blocks of one request in a cache group."""
 
+    group: int
     hashes: "Sequence[BlockHash | None]"  # of the block before the first, None if it begins the prompt, then of each
     tokens: "array[int]"  # empty if they are not known
     extra_keys: tuple[tuple[Any, ...] | None, ...] = (None,)  # of each block
@@ -38,8 +40,15 @@ class _Run:
     session_id: str | None = None
 
 
+class BlockOfRun(NamedTuple):
+    """A block, and what its event tells."""
+
+    run: _Run
+    number: int  # in the run
+
+
 class BlockEvents:
-    """Makes the "stored" events of host blocks, some of them from what it remembers.
+    """Makes the events of host blocks, some of them from what it remembers.
 
     It remembers at most twice as many blocks as the device has, and those of one request.
     """
@@ -53,24 +62,46 @@ class BlockEvents:
         self._release = release
         self._block_tokens = block_tokens
         self._most = 2 * int(device.kv_cache_config.num_blocks)
-        self._remembered: dict[BlockHashWithGroupId, tuple[_Run, int]] = {}  # a run, and the number of a block in it
+        self._remembered: dict[BlockHashWithGroupId, BlockOfRun] = {}
 
-    def stored(self, request: "Request", group: int, number: int) -> "KVCacheEvent":
-        """Return the event of a request's full block ``number`` of a cache group."""
-        return self._event(self._run(request, group, number, number + 1), group, 0)
+    def of_request(self, request: "Request", group: int, first: int, end: int) -> list[BlockOfRun]:
+        """Return what is told of a request's full blocks ``first`` to ``end`` (exclusive) of a cache group.
+
+        Fewer if not all of them have a hash.
+        """
+        run = self._run(request, group, first, end)
+        return [BlockOfRun(run, number) for number in range(len(run.hashes) - 1)]
 
     def remember(self, request: "Request", group: int, first: int, end: int) -> None:
-        """Keep what events of a request's full blocks ``first`` to ``end`` (exclusive) will tell."""
+        """Keep what is told of a request's full blocks ``first`` to ``end`` (exclusive)."""
         if len(self._remembered) + end - first > self._most:
             self._forget_evicted()
-        run = self._run(request, group, first, end)
-        for number, block_hash in enumerate(run.hashes[1:]):
-            self._remembered[make_block_hash_with_group_id(block_hash, group)] = run, number
+        for block in self.of_request(request, group, first, end):
+            self._remembered[make_block_hash_with_group_id(block.run.hashes[block.number + 1], group)] = block
 
-    def recall(self, key: "BlockHashWithGroupId") -> "KVCacheEvent":
-        """Return the event of a block by its key. Without tokens and parent if the block was not remembered."""
-        run, number = self._remembered.get(key) or (_Run((None, get_block_hash(key)), array("q")), 0)
-        return self._event(run, int(get_group_id(key)), number)
+    def recall(self, key: "BlockHashWithGroupId") -> BlockOfRun:
+        """Return what is told of a block by its key: no tokens and no parent if it was not remembered."""
+        if (block := self._remembered.get(key)) is not None:
+            return block
+        return BlockOfRun(_Run(int(get_group_id(key)), (None, get_block_hash(key)), array("q")), 0)
+
+    def stored(self, blocks: Iterable[BlockOfRun]) -> "list[KVCacheEvent]":
+        """Return the events of blocks that were stored: one where neighbours follow each other, either way."""
+        merged: list[tuple[_Run, int, int]] = []
+        for run, number in blocks:
+            before, first, end = merged[-1] if merged else (None, 0, 0)
+            if before is run and number in {first - 1, end}:
+                merged[-1] = run, min(first, number), max(end, number + 1)
+            else:
+                merged.append((run, number, number + 1))
+        return [self._event(*each) for each in merged]
+
+    def removed(self, keys: "Iterable[BlockHashWithGroupId]") -> "list[KVCacheEvent]":
+        """Return the events of blocks that were evicted, one for each cache group."""
+        by_group: dict[int, list[ExternalBlockHash]] = {}
+        for key in keys:
+            by_group.setdefault(get_group_id(key), []).append(maybe_convert_block_hash(get_block_hash(key)))
+        return [self._release.removed_event(hashes, group) for group, hashes in by_group.items()]
 
     def forget(self) -> None:
         """Forget all blocks: what the caches hold is no longer valid."""
@@ -87,26 +118,28 @@ class BlockEvents:
         is_plain = request.prompt_embeds is None and not (
             request.mm_features or request.lora_request or request.cache_salt
         )
+        end = min(end, len(hashes))
         return _Run(
-            hashes=[hashes[first - 1] if first else None, *(hashes[number] for number in range(first, end))],
-            tokens=array("q", request.all_token_ids[first * size : end * size]),
-            extra_keys=(None,) * (end - first) if is_plain else tuple(_extra_keys(request, size, first, end)),
-            lora_request=request.lora_request,
-            session_id=self._release.session_id(request),
+            group,
+            [hashes[first - 1] if first else None, *(hashes[number] for number in range(first, end))],
+            array("q", request.all_token_ids[first * size : end * size]),
+            (None,) * (end - first) if is_plain else tuple(_extra_keys(request, size, first, end)),
+            request.lora_request,
+            self._release.session_id(request),
         )
 
-    def _event(self, run: _Run, group: int, number: int) -> "KVCacheEvent":
-        size, parent, adapter = self._block_tokens[group], run.hashes[number], run.lora_request
-        kind, window = self._device.kv_cache_event_metadata[group]
+    def _event(self, run: _Run, first: int, end: int) -> "KVCacheEvent":
+        size, parent, adapter = self._block_tokens[run.group], run.hashes[first], run.lora_request
+        kind, window = self._device.kv_cache_event_metadata[run.group]
         return self._release.stored_event(
-            block_hashes=[maybe_convert_block_hash(run.hashes[number + 1])],
+            block_hashes=list(map(maybe_convert_block_hash, run.hashes[first + 1 : end + 1])),
             parent_block_hash=None if parent is None else maybe_convert_block_hash(parent),
-            token_ids=run.tokens[number * size : (number + 1) * size].tolist(),
+            token_ids=run.tokens[first * size : end * size].tolist(),
             block_size=size,
             lora_id=adapter.adapter_id if adapter else None,
             lora_name=adapter.name if adapter else None,
-            extra_keys=self._release.event_extra_keys([run.extra_keys[number]]) if run.tokens else None,
-            group_idx=group,
+            extra_keys=self._release.event_extra_keys(list(run.extra_keys[first:end])) if run.tokens else None,
+            group_idx=run.group,
             kv_cache_spec_kind=kind,
             kv_cache_spec_sliding_window=window,
             session_id=run.session_id,

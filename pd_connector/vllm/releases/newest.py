@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
     from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
+    from vllm.v1.core.kv_cache_utils import BlockHash, ExternalBlockHash, KVCacheBlock
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
@@ -187,6 +187,12 @@ class VllmRelease:
         from vllm.distributed.kv_events import BlockStored  # noqa: PLC0415
 
         return BlockStored(medium=self.host_medium, **fields)
+
+    def removed_event(self, block_hashes: "list[ExternalBlockHash]", group: int) -> "KVCacheEvent":
+        """Return the KV cache event of evicted blocks of a cache group."""
+        from vllm.distributed.kv_events import BlockRemoved  # noqa: PLC0415
+
+        return BlockRemoved(block_hashes=block_hashes, medium=self.host_medium, group_idx=group)
 
     def session_id(self, request: "Request") -> str | None:
         """Return the session that a request belongs to, if it names one."""

@@ -1,11 +1,15 @@
 """Events of lazily stored blocks: routers can index them, and what is remembered for that is bounded."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from vllm.distributed.kv_events import BlockStored
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
-from tests.support.host_tier.cases import EVERYTHING, engine_of, said
+from tests.support.host_tier.cases import EVERYTHING, engine_of, said, told_apart
 from tests.support.host_tier.engine import HostTierEngine
 
 
@@ -20,7 +24,7 @@ def events_of(engine: HostTierEngine) -> list[BlockStored]:
         engine.tier._has_allocated = True  # otherwise nothing is evicted, and nothing stored
         engine.step()
         engine.settle()
-    return [event for event in engine.tier.take_events() if isinstance(event, BlockStored)]
+    return [event for event in told_apart(engine.tier.take_events()) if isinstance(event, BlockStored)]
 
 
 def test_a_block_that_is_stored_after_its_request_has_left_is_told_with_tokens_and_parent() -> None:
@@ -40,9 +44,36 @@ def test_it_tells_the_same_as_the_event_of_a_block_that_is_stored_at_once() -> N
     eager, late = engine_of(events=True), lazy()
     for engine in (eager, late):
         engine.serve("r", said(14), outputs=6)
-    at_once = {event.block_hashes[0]: event for event in eager.tier.take_events()}
+    at_once = {event.block_hashes[0]: event for event in told_apart(eager.tier.take_events())}
     later = {event.block_hashes[0]: event for event in events_of(late)}
     assert later == at_once
+
+
+@given(numbers=st.lists(st.integers(0, 5), unique=True), salt=st.sampled_from([None, "a salt"]))
+def test_in_whatever_order_blocks_are_stored_events_of_several_tell_what_those_of_each_would(
+    numbers: list[int], salt: str | None
+) -> None:
+    engine = engine_of(events=True)
+    job = engine.arrive("r", said(26), 1)
+    job.request.cache_salt = salt
+    told = engine.pool._events.of_request(job.request, 0, 0, 6)
+    together = engine.pool._events.stored(told[number] for number in numbers)
+    apart = [engine.pool._events.stored([told[number]])[0] for number in numbers]
+    assert set(told_apart(together)) == set(apart)
+    assert len(list(told_apart(together))) == len(numbers)
+
+
+@pytest.mark.parametrize("numbers", [range(6), range(5, -1, -1)], ids=["as computed", "as evicted"])
+def test_neighbours_are_told_in_one_event(numbers: Sequence[int]) -> None:
+    """An event a block would take most of the time of a step in which thousands are stored."""
+    engine = engine_of(events=True)
+    job = engine.arrive("r", said(26), 1)
+    told = engine.pool._events.of_request(job.request, 0, 0, 6)
+    (event,) = engine.pool._events.stored(told[number] for number in numbers)
+    assert isinstance(event, BlockStored)
+    assert event.token_ids == list(said(24))
+    others = engine.pool._events.of_request(job.request, 0, 0, 6)
+    assert len(engine.pool._events.stored([told[0], told[2], others[3]])) == 3, "what does not follow is apart"
 
 
 def test_every_group_has_its_own_tokens() -> None:
@@ -69,9 +100,10 @@ def test_a_preempted_requests_blocks_are_told_with_tokens() -> None:
     engine.preempt(job)
     candidates = engine.pool.eviction_candidates()
     assert len(candidates) == 2
-    for candidate in candidates:
-        assert isinstance(candidate.event, BlockStored)
-        assert len(candidate.event.token_ids) == 4
+    told = [candidate.told for candidate in candidates if candidate.told is not None]
+    (event,) = engine.pool._events.stored(told)
+    assert isinstance(event, BlockStored)
+    assert event.token_ids == list(said(8))
 
 
 def test_what_is_remembered_is_bounded_by_the_device() -> None:

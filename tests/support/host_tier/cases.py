@@ -1,5 +1,10 @@
 """Short cuts of the tests of the host tier: an engine, and what is in its host memory and under way."""
 
+from collections.abc import Iterable, Iterator
+
+import msgspec
+from vllm.distributed.kv_events import BlockStored, KVCacheEvent
+
 from pd_connector.orders import LoadOrder, StoreOrder
 from tests.support.host_tier.engine import HostTierEngine
 from tests.support.host_tier.setup import Setup
@@ -42,3 +47,23 @@ def tokens_loading(engine: HostTierEngine, request_id: str) -> int:
     """Tokens of a request that are on their way from host memory."""
     (job,) = (job for job in engine.jobs if job.request_id == request_id)
     return engine.tier.loaded_tokens(job.request)
+
+
+def told_apart(events: Iterable[KVCacheEvent]) -> Iterator[KVCacheEvent]:
+    """The events, with one for each stored block: whoever reads them knows no more, and no less."""
+    for event in events:
+        if not isinstance(event, BlockStored):
+            yield event
+            continue
+        parent, size = event.parent_block_hash, event.block_size
+        assert len(event.token_ids) in {0, size * len(event.block_hashes)}
+        for number, block_hash in enumerate(event.block_hashes):
+            extra = event.extra_keys
+            yield msgspec.structs.replace(
+                event,
+                block_hashes=[block_hash],
+                parent_block_hash=parent,
+                token_ids=event.token_ids[number * size : (number + 1) * size],
+                extra_keys=None if extra is None else [extra[number]],
+            )
+            parent = block_hash
