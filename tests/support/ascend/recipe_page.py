@@ -10,16 +10,16 @@ BEGIN, END = "<!-- recipes -->\n", "<!-- end of recipes -->"
 #: Forms of caches with which servers on simulated devices give right tokens: ``test_pulls`` and ``test_cache_kinds``.
 _TOKENS = (["G"], ["M"], ["I", "M"])
 #: What the page of a recipe lacks, whichever the connector.
-_KEPT = "D: `mlapo_keep_prefill_weights` into `additional_config`"
-_ALIKE = "D: `enable_prefill_mc2` into `additional_config`"
+_KEPT = "D: `mlapo_keep_prefill_weights`"
+_ALIKE = "D: `enable_prefill_mc2`"
 _ALSO = {
     "glm52-a3": "P: `--kv-cache-dtype int8`",
     "dsv4-pro-a2": "P: `--block-size 128`",
     "kimi-k26-a3": _KEPT,
-    **dict.fromkeys(("dsv31-a3", "kimi-k25-a3"), _KEPT.replace(" into", " and `enable_prefill_mc2` into")),
+    **dict.fromkeys(("dsv31-a3", "kimi-k25-a3"), f"{_KEPT}, `enable_prefill_mc2`"),
     **dict.fromkeys(("dsv31-950", "dsv4-flash-a3-dspark", "dsv4-pro-a3-dspark", "dsv41-flash-a3"), _ALIKE),
 }
-_MOVED = "`fuse_muls_add` into `ascend_compilation_config`"
+_MOVED = "move `fuse_muls_add`"
 
 
 def recipe_table() -> str:
