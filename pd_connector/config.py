@@ -73,13 +73,13 @@ class ConnectorConfig(BaseModel):
         default=None,
         min_length=1,
         description="Address at which other machines reach this one; on engines that prefill, one of the "
-        "machine's own. Leave it unset, and set VLLM_HOST_IP on each machine, if workers run on "
-        "several. Default: VLLM_HOST_IP, else that of the default route.",
+        "machine's own. If workers run on several machines, leave it unset, and set VLLM_HOST_IP on each. "
+        "Default: VLLM_HOST_IP, else that of the default route.",
     )
     port: Port = Field(
         default=0,
         description="Port of a prefill engine's control channel, plus the engine's data-parallel index; 0 takes the "
-        "kv_port of --kv-transfer-config, if that is given, or lets the system choose.",
+        "kv_port of --kv-transfer-config or, without one, any free port.",
     )
     bootstrap_port: Port = Field(
         default=0,
@@ -144,22 +144,20 @@ class ConnectorConfig(BaseModel):
     )
     serve_prefixes: bool = Field(
         default=False,
-        description="Whether other engines may look for the beginnings of their prompts in this engine's caches, and "
-        "pull them from here. On a decode engine this opens a control channel, as on one that prefills "
-        "(port). Needs vLLM's prefix caching.",
+        description="Whether other engines may pull the beginnings of their prompts from this engine's caches "
+        "(docs/prefixes.md). On a decode engine this opens a control channel (port). Needs vLLM's prefix caching.",
     )
     peers: Annotated[list[str], Field(max_length=16)] | None = Field(
         default=None,
-        description="Engines with serve_prefixes that are asked for what this engine's caches lack of a prompt that "
-        "it is to compute: host:port of their control channels, or readers, which is the engine that has pulled the "
-        "beginning of the prompt from here. Needs vLLM's prefix caching. An empty list asks only the engine "
-        "that a request's prefixes_at names. Default: nobody is asked.",
+        description="Engines with serve_prefixes that are asked for what this engine's caches lack of a prompt: "
+        "host:port of their control channels, or readers, the engine that has pulled the beginning of the prompt from "
+        "here. An empty list asks only the engine that a request's prefixes_at names. Needs vLLM's prefix caching. "
+        "Default: nobody is asked.",
     )
     pool: str | None = Field(
         default=None,
         description="host:port of this machine's mooncake_client, through which engines of a model share blocks of "
-        "host memory that outlive them (docs/pool.md): what host memory lacks of a prompt is fetched from there, and "
-        "what it has is put there. Needs cpu_bytes_to_use. Default: no pool.",
+        "host memory that outlive them (docs/pool.md). Needs cpu_bytes_to_use. Default: no pool.",
     )
     drain_timeout_s: Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)] = Field(
         default=5.0,

@@ -51,18 +51,17 @@ COUNTERS = {
     "pulls": "Pulls that succeeded, counted on every rank.",
     "pull_bytes": "Bytes of KV cache pulled.",
     "pull_bytes_from_host": "Bytes read in the prefill engine's host memory (host_transfers).",
-    "landed_bytes": "Bytes of KV cache pulled to this engine's host memory (host_transfers).",
+    "landed_bytes": "Bytes pulled to this engine's host memory (host_transfers).",
     "pull_descriptors": "Descriptors read by pulls.",
-    "pull_tokens": "Prompt tokens whose KV cache was pulled, counted on every rank.",
+    "pull_tokens": "Prompt tokens pulled, counted on every rank.",
     "pulls_ahead": "Pulls that began before the prompt was computed.",
     "pull_bytes_ahead": "Bytes pulled before the prompt was computed.",
     "pull_restarts": "Pulls that began again because the prefill engine had preempted the prompt, counted on every "
     "rank.",
-    "prefix_tokens": "Prompt tokens whose KV cache was pulled from an engine that held them, before the rest was "
-    "computed (peers).",
-    "prefix_bytes": "Bytes of KV cache pulled so, on all ranks.",
-    "pool_tokens": "Prompt tokens that were to be computed and were found in the pool instead.",
-    "host_tokens": "Prompt tokens whose KV cache was loaded from host memory.",
+    "prefix_tokens": "Prompt tokens pulled from an engine that held them, instead of being computed (peers).",
+    "prefix_bytes": "Bytes of these tokens, on all ranks.",
+    "pool_tokens": "Prompt tokens fetched from the pool, instead of being computed.",
+    "host_tokens": "Prompt tokens loaded from host memory.",
     "host_blocks": "Blocks stored in host memory.",
 }
 LABELLED = {
@@ -80,17 +79,17 @@ LABELLED = {
     "lease_blocks_moved": ("event", "Blocks of leases that moved to host memory: copied, or present there already."),
     "landings": (
         "event",
-        "Prompts that were pulled to host memory, by event: landed, failed, or left, because the "
-        "request had gone or the cache was reset.",
+        "Prompts pulled to host memory, by event: landed, failed, or left (the request had gone, or the cache was "
+        "reset).",
     ),
     "canaries": (
         "outcome",
-        "Prompts that were computed here and pulled as well, by outcome: proven, differs, failed (not pulled), left "
-        "(aborted or preempted).",
+        "Prompts computed here and pulled as well, by outcome: proven, differs, failed (not pulled), left (aborted or "
+        "preempted).",
     ),
     "landing_fallbacks": (
         "reason",
-        "Prompts that were to be pulled to host memory and were not, by reason: full, too_large.",
+        "Prompts that were not pulled to host memory as they should, by reason: full, too_large.",
     ),
     "prefixes": (
         "event",
@@ -104,13 +103,13 @@ LABELLED = {
     ),
     "pool_prompts": (
         "event",
-        "Prompts that were looked for in the pool, by event: asked, and what came of it: fetched, nothing, late "
-        "(computing would have been faster), full (too few host blocks were free), failed.",
+        "Prompts looked up in the pool, by event: asked, and what came of it: fetched, nothing, late (computing would "
+        "have been faster), full (too few host blocks were free), failed.",
     ),
     "pool_blocks": (
         "event",
-        "Blocks by event: put, refused (not all of it was kept), left (too many waited), fetched, gone (were to be "
-        "fetched, and were not there).",
+        "Blocks by event: put, refused (not all of it was kept), left (too many waited), fetched, gone (not there when "
+        "they were to be fetched).",
     ),
     "pool_bytes": ("event", "Bytes of objects, on all ranks, by event: put, fetched."),
     "pool_failures": ("event", "Orders of a rank in which the pool failed or was late, by event: put, fetched."),
@@ -148,7 +147,7 @@ GAUGES = {
     "lease_oldest_age_seconds": "Age of the oldest lease that has not ended, in whole seconds.",
     "leases_in_host": "Leases that have not ended and lie in host memory.",
     "leased_blocks": "KV blocks that leases hold, each counted once.",
-    "pool_works": "Whether the pool is in use: 0 for a while after it has failed.",
+    "pool_works": "1 if the pool is in use, 0 for a while after it has failed.",
     "host_blocks_cached": "Blocks in host memory that prefix lookups can find.",
     "host_blocks_lent": "Slots of host memory that cannot be evicted: of leases, and of prompts that land, wait for "
     "blocks or are being loaded.",
