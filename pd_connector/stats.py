@@ -65,12 +65,12 @@ COUNTERS = {
     "host_blocks": "Blocks stored in host memory.",
 }
 LABELLED = {
-    "pull_failures": ("cause", "Pulls that failed, by cause."),
-    "prompts_computed": ("cause", "Prompts of decode legs that this engine computed instead of pulling, by cause."),
-    "leases": ("event", "Leases by event: granted, or how they ended."),
-    "transfers": ("event", "Prompts that can be followed by name, by event."),
-    "host_bytes": ("event", "Bytes copied between the device and host memory, on all ranks, by event: stored, loaded."),
-    "host_failures": ("event", "Copies to or from host memory that failed on a rank, by event: store, load."),
+    "pull_failures": ("cause", "Pulls that failed."),
+    "prompts_computed": ("cause", "Prompts of decode legs that this engine computed instead of pulling."),
+    "leases": ("event", "Leases: granted, or how they ended."),
+    "transfers": ("event", "Prompts that can be followed by name."),
+    "host_bytes": ("event", "Bytes copied between the device and host memory, on all ranks: stored, loaded."),
+    "host_failures": ("event", "Copies to or from host memory that failed on a rank: store, load."),
     "lease_moves": (
         "event",
         "Leases that moved to host memory, by why (short: requests waited for blocks; share: leases exceeded theirs), "
@@ -79,41 +79,38 @@ LABELLED = {
     "lease_blocks_moved": ("event", "Blocks of leases that moved to host memory: copied, or present there already."),
     "landings": (
         "event",
-        "Prompts pulled to host memory, by event: landed, failed, or left (the request had gone, or the cache was "
-        "reset).",
+        "Prompts pulled to host memory: landed, failed, or left (the request had gone, or the cache was reset).",
     ),
     "canaries": (
         "outcome",
-        "Prompts computed here and pulled as well, by outcome: proven, differs, failed (not pulled), left (aborted or "
-        "preempted).",
+        "Prompts computed here and pulled as well: proven, differs, failed (not pulled), left (aborted or preempted).",
     ),
     "landing_fallbacks": (
         "reason",
-        "Prompts that were not pulled to host memory as they should, by reason: full, too_large.",
+        "Prompts that were not pulled to host memory as they should: full, too_large.",
     ),
     "prefixes": (
         "event",
-        "Prompts for whose beginnings other engines were asked, by event: asked, and what came of it: pulled, nothing "
-        "(nobody held enough), late (computing would have been faster), full (too few blocks were free), unproven, "
-        "failed.",
+        "Prompts for whose beginnings other engines were asked, and what came of it: asked, pulled, nothing (nobody "
+        "held enough), late (computing would have been faster), full (too few blocks were free), unproven, failed.",
     ),
     "prefixes_served": (
         "event",
-        "Questions of other engines for prefixes that may be here, by event: found (and leased), nothing, refused.",
+        "Questions of other engines for prefixes that may be here: found (and leased), nothing, refused.",
     ),
     "pool_prompts": (
         "event",
-        "Prompts looked up in the pool, by event: asked, and what came of it: fetched, nothing, late (computing would "
-        "have been faster), full (too few host blocks were free), failed.",
+        "Prompts looked up in the pool, and what came of it: asked, fetched, nothing, late (computing would have been "
+        "faster), full (too few host blocks were free), failed.",
     ),
     "pool_blocks": (
         "event",
-        "Blocks by event: put, refused (not all of it was kept), left (too many waited), fetched, gone (not there when "
+        "Blocks: put, refused (not all of it was kept), left (too many waited), fetched, gone (not there when "
         "they were to be fetched).",
     ),
-    "pool_bytes": ("event", "Bytes of objects, on all ranks, by event: put, fetched."),
-    "pool_failures": ("event", "Orders of a rank in which the pool failed or was late, by event: put, fetched."),
-    "control_refusals": ("cause", "Connections and messages that the control channel refused, by cause."),
+    "pool_bytes": ("event", "Bytes of objects, on all ranks: put, fetched."),
+    "pool_failures": ("event", "Orders of a rank in which the pool failed or was late: put, fetched."),
+    "control_refusals": ("cause", "Connections and messages that the control channel refused."),
 }
 #: Label values. A counter that appeared with its first event would hide that event from rate() and alerts.
 LABELS: dict[str, tuple[str, ...]] = {
