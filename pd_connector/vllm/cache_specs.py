@@ -120,11 +120,6 @@ class Retention:
         needed = min(max(self.first_token(end) // self.block_tokens, first_block), end_block)
         return range(needed, end_block), needed - first_block
 
-    def border_entry(self, tokens: range) -> int | None:
-        """Return the entry of a table with the state at the last border of blocks behind one of ``tokens``, if any."""
-        entry = tokens.stop // self.block_tokens - 1
-        return entry if self.states and (entry + 1) * self.block_tokens > tokens.start else None
-
 
 def retention_in(group: "CacheGroup") -> Retention:
     """Return what vLLM keeps of a request in a worker's cache group."""

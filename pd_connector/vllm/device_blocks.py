@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from layout.copies import Int64Array
+from pd_connector.vllm.cache_specs import is_state
 from pd_connector.vllm.releases.installed import current
 
 if TYPE_CHECKING:
@@ -90,6 +91,21 @@ class DeviceBlocks:
     def finds_prefixes(self) -> bool:
         """Whether vLLM finds blocks by their contents."""
         return bool(self.manager.enable_caching)
+
+    @property
+    def left_by_hits(self) -> int:
+        """How many tokens at the end of those that are cached of a prompt a hit leaves to be computed, at least.
+
+        The last one, whose output is wanted. For drafts that read hidden states (EAGLE, MTP), vLLM drops the last block
+        that it finds of the groups that keep tokens; of states, it drops none.
+        """
+        coordinator = self.manager.coordinator
+        dropped = (
+            coordinator.single_type_managers[group.group_ids[0]].block_size
+            for group in getattr(coordinator, "attention_groups", ())
+            if group.use_eagle and not is_state(group.spec)
+        )
+        return max(map(int, dropped), default=1)
 
     def has_spare(self, number: int, share: float = 0.05) -> bool:
         """Return whether so many blocks are free, and a ``share`` of all beside them, into which requests grow."""

@@ -1,17 +1,22 @@
 """States at the borders of blocks, which are pulled so that a longer prompt finds its beginning here.
 
 vLLM gives a request whose prompt is pulled a block for the state after all of its tokens. A prefix is found only where
-a state is, and only at the border of a block. So the last border before that has its state pulled as well, if the
-prefill engine has it, into a block of its own:
+a state is, and only at the border of a block. So the state of a border before that is pulled as well, if the prefill
+engine has it, into a block of its own:
 
     taken --- all ranks have pulled it ---> found by prefix hits, in nobody's use
        '------ a rank has not -------------> given back
+
+Of which border depends on what vLLM will leave out of a hit (``DeviceBlocks.left_by_hits``). With drafts from hidden
+states that is a block, and a longer answer brings a later border within reach than a short one does: two are pulled, if
+the prefill engine has both. What it has is known of prompts that are complete there.
 
 Everything runs on the scheduler's thread.
 """
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from math import lcm
 from typing import TYPE_CHECKING
 
 from pd_connector.vllm.cache_specs import Retention
@@ -25,10 +30,10 @@ BlockTables = tuple[tuple[int, ...], ...]
 
 @dataclass(slots=True)
 class _Border:
-    """Where the states of a request's last border are being pulled to, by cache group."""
+    """Where the states of a request's borders are being pulled to."""
 
     request: "Request"
-    entries: "dict[int, tuple[int, KVCacheBlock]]"
+    places: "list[tuple[int, int, KVCacheBlock]]"  # cache group, entry of its table, block
     is_right: bool = True
 
 
@@ -41,25 +46,45 @@ class BorderStates:
         self._groups = {number: kept for number, kept in enumerate(groups) if kept.states}
         self._pulled: dict[str, _Border] = {}  # by request
 
-    def add(self, request: "Request", block_ids: BlockTables, tokens: range) -> BlockTables:
-        """Return the block tables of a request that pulls ``tokens``, with blocks for its border states.
+    def choose(self, tokens: range, held: Collection[int] | None) -> tuple[int, ...]:
+        """Return after how many tokens the states are to be pulled beside those of a request that pulls ``tokens``.
 
-        Not if there is no room, if this engine finds no prefixes, or if it has the states.
+        Args:
+            tokens: all of the prompt but the last, from the first that is not here.
+            held: after how many tokens the prefill engine has all states; None if that is not known yet.
         """
-        wanted = {}
-        for group, kept in self._groups.items():
-            entry = kept.border_entry(tokens)
-            if entry is None or block_ids[group][entry]:
-                continue
-            if self._blocks.found_state(request, group, entry, kept.block_tokens) is None:
-                wanted[group] = entry
-        if not wanted or not self._blocks.finds_prefixes or not self._blocks.has_spare(len(wanted)):
+        sizes = {kept.block_tokens for kept in self._groups.values() if kept.block_tokens <= tokens.stop}
+        if not sizes or not self._blocks.finds_prefixes:
+            return ()
+        unit, reach = lcm(*sizes), tokens.stop + 1 - self._blocks.left_by_hits
+        if held is None:
+            chosen = {reach // unit * unit}
+        else:
+            chosen = {
+                max((border for border in held if border <= end and not border % unit), default=0)
+                for end in (reach, tokens.stop)
+            }
+        return tuple(sorted(border for border in chosen if border > tokens.start))
+
+    def add(self, request: "Request", block_ids: BlockTables, borders: Sequence[int]) -> BlockTables:
+        """Return the block tables of a request that is to be pulled, with blocks for its states at ``borders``.
+
+        Not for those that this engine has. None if there is no room for all.
+        """
+        wanted = [
+            (group, entry, kept.block_tokens)
+            for border in borders
+            for group, kept in self._groups.items()
+            if (entry := border // kept.block_tokens - 1) >= 0 and not block_ids[group][entry]
+        ]
+        wanted = [each for each in wanted if self._blocks.found_state(request, *each) is None]
+        if not wanted or not self._blocks.has_spare(len(wanted)):
             return block_ids
         taken = self._blocks.take(len(wanted))
-        border = _Border(request, dict(zip(wanted, zip(wanted.values(), taken, strict=True), strict=True)))
-        self._pulled[request.request_id] = border
+        places = [(group, entry, block) for (group, entry, _), block in zip(wanted, taken, strict=True)]
+        self._pulled[request.request_id] = _Border(request, places)
         tables = [list(ids) for ids in block_ids]
-        for group, (entry, block) in border.entries.items():
+        for group, entry, block in places:
             tables[group][entry] = int(block.block_id)
         return tuple(map(tuple, tables))
 
@@ -74,10 +99,10 @@ class BorderStates:
         border = self._pulled.pop(request_id, None)
         if border is None:
             return
-        for group, (entry, block) in border.entries.items():
+        for group, entry, block in border.places:
             if is_right and border.is_right:
                 self._blocks.publish_state(border.request, group, entry, self._groups[group].block_tokens, block)
-        self._blocks.give_back(tuple(block for _, block in border.entries.values()))
+        self._blocks.give_back(tuple(block for *_, block in border.places))
 
     def forget_model(self) -> None:
         """Publish nothing of what is under way: another model has computed it."""

@@ -197,12 +197,16 @@ class Consumer(SchedulerRole):
         self._pulls, self._refusals = [], []
         return orders
 
-    def may_land(self, request: "Request") -> bool:
-        """Return whether a request's prompt can be pulled now without blocks of the device."""
+    def may_land(self, request: "Request") -> RemotePrefill | None:
+        """Return the lease of a request's prompt if that can be pulled now without blocks of the device."""
         match self._legs.get(request.request_id):
             case Waiting(RemotePrefill() as remote) if self._renewals.lost(request.request_id) is None:
-                return not self._is_useless(request, remote)
-        return False
+                return None if self._is_useless(request, remote) else remote
+        return None
+
+    def borders(self, remote: RemotePrefill | None, tokens: range) -> tuple[int, ...]:
+        """Return after how many tokens states are pulled beside ``tokens``. ``remote``: the lease of a whole prompt."""
+        return self._borders.choose(tokens, self._needed.held_states(remote) if remote else None)
 
     def start_landing(self, request: "Request", block_ids: tuple[tuple[int, ...], ...], tokens: range) -> PullOrder:
         """Return the order to pull a request's ``tokens`` to host memory. The request may land, see ``may_land``."""
@@ -311,12 +315,8 @@ class Consumer(SchedulerRole):
         held = {request_id for request_id, leg in self._legs.items() if not isinstance(leg, Computed)}
         assert self._requests(Proving) == self._canaries.request_ids, "the canaries under way are not those of requests"
         renewed = self._renewals.request_ids
-        assert leased <= renewed <= leased | announced, (
-            "leases are renewed for other requests than those that need them"
-        )
-        assert announced == self._subscriptions.request_ids, (
-            "other transfers are followed than those that are announced"
-        )
+        assert leased <= renewed <= leased | announced, "leases are renewed for requests that need none"
+        assert announced == self._subscriptions.request_ids, "other transfers are followed than those announced"
         assert leased | announced <= self._used.request_ids <= held, "a lease in use is nobody's"
         assert self._borders.request_ids <= self._requests(Pulling), "blocks for states are lost"
         self._used.check_integrity()
@@ -444,7 +444,7 @@ class Consumer(SchedulerRole):
             return
         assert isinstance(entry, RemotePrefill)
         self._renewals.start_reading(request_id)
-        block_ids = self._borders.add(request, block_ids, tokens)
+        block_ids = self._borders.add(request, block_ids, self.borders(None if transfer_id else entry, tokens))
         order = PullOrder(
             request_id, entry, block_ids, tokens.start, tokens.stop, uuid.uuid4().hex, transfer_id, complete_tokens,
             traceparent(request),

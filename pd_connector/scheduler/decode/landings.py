@@ -6,8 +6,8 @@ A request that vLLM asks about passes through these states, each at most once:
         |                               |                '--- a rank has failed ---> refused, as a pull that fails
         '--- room on the device         '--- no slots ---> pulled to the device
 
-The states at the last border of blocks land as well, if there are slots for them: only there a longer prompt finds its
-beginning (see ``border_states``). Its request does not load them.
+States at borders of blocks land as well, if there are slots for them: only there a longer prompt finds its beginning
+(see ``border_states``). Its request does not load them.
 
 While a prompt lands, its request owns no block of the device, and vLLM goes on with others. The slots belong to the
 landing until every rank has ended its read: also if the request leaves, or the cache is reset, meanwhile. A rank whose
@@ -24,6 +24,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
 
 from pd_connector.orders import Orders, PullOrder, RankEnds, Report
+from pd_connector.params import RemotePrefill
 from pd_connector.scheduler.block_demand import BlockDemand
 from pd_connector.scheduler.decode.consumer import Consumer
 from pd_connector.scheduler.host.landed_prompts import BorderBlocks
@@ -63,7 +64,7 @@ class _Landing:
     @property
     def border_blocks(self) -> HeldBlocks:
         """The slots for states at borders."""
-        return tuple(block for _, block in self.borders.values())
+        return tuple(block for *_, block in self.borders)
 
 
 class Landings(SchedulerRole):
@@ -91,11 +92,12 @@ class Landings(SchedulerRole):
         """
         if request.request_id in self._under_way:
             return True
-        if not self._consumer.may_land(request) or (self._mode == "auto" and self._demand.has_room_for(request)):
+        remote = self._consumer.may_land(request)
+        if remote is None or (self._mode == "auto" and self._demand.has_room_for(request)):
             return False
         if len(self._under_way) >= _MAX_UNDER_WAY:
             return True
-        return self._start(request, computed_tokens)
+        return self._start(request, remote, computed_tokens)
 
     def step_orders(self, scheduled: Mapping[str, int]) -> Orders:
         """Return the landings since the last step."""
@@ -156,7 +158,7 @@ class Landings(SchedulerRole):
         assert self._tier.loans.are_lent(lent), "slots that prompts are pulled to are not lent"
         assert self._under_way.keys() == self._consumer.landing, "the pulls that land are not the landings"
 
-    def _start(self, request: "Request", computed_tokens: int) -> bool:
+    def _start(self, request: "Request", remote: RemotePrefill, computed_tokens: int) -> bool:
         """Order a landing of what is missing; return False if the request is to go on without."""
         end = request.num_prompt_tokens - 1
         held = self._tier.hit(request, computed_tokens)
@@ -165,34 +167,37 @@ class Landings(SchedulerRole):
             return False
         tables = [kept.needed_blocks(first, end) for kept in self._demand.groups]
         needed = sum(len(numbers) for numbers, _ in tables)
-        borders = self._borders(range(first, end), tables)
+        borders = self._borders(remote, range(first, end), tables)
         before = held.blocks if held is not None else ()
         slots = self._tier.loans.lend(before, needed + len(borders))
         if slots is None and borders:
-            borders, slots = {}, self._tier.loans.lend(before, needed)
+            borders, slots = [], self._tier.loans.lend(before, needed)
         if slots is None:
             self._fall_back(request, needed)
             return False
         self._fell_back.pop(request.request_id, None)
         hit, block_ids = self._lay_out(range(computed_tokens, end), held, tables, slots[:needed])
-        states = {group: (entry, slot) for (group, entry), slot in zip(borders.items(), slots[needed:], strict=True)}
-        for group, (entry, slot) in states.items():
+        states = [(*place, slot) for place, slot in zip(borders, slots[needed:], strict=True)]
+        for group, entry, slot in states:
             block_ids[group][entry] = slot.block_id
         order = self._consumer.start_landing(request, tuple(map(tuple, block_ids)), range(first, end))
         self._orders.append(order)
         self._under_way[request.request_id] = _Landing(request, hit, first, RankEnds(0), states)
         return True
 
-    def _borders(self, tokens: range, tables: Sequence[tuple[range, int]]) -> dict[int, int]:
-        """Return by cache group the entry of the last border in ``tokens`` whose state is not that after all of them.
+    def _borders(
+        self, remote: RemotePrefill, tokens: range, tables: Sequence[tuple[range, int]]
+    ) -> list[tuple[int, int]]:
+        """Return the cache groups and entries of states at borders of ``tokens`` that the request does not need itself.
 
         ``tables``: what is needed of each group, see ``Retention.needed_blocks``.
         """
-        borders = {}
-        for group, (kept, (numbers, _)) in enumerate(zip(self._demand.groups, tables, strict=True)):
-            if (entry := kept.border_entry(tokens)) is not None and entry not in numbers:
-                borders[group] = entry
-        return borders
+        return [
+            (group, entry)
+            for border in self._consumer.borders(remote, tokens)
+            for group, (kept, (numbers, _)) in enumerate(zip(self._demand.groups, tables, strict=True))
+            if kept.states and (entry := border // kept.block_tokens - 1) >= 0 and entry not in numbers
+        ]
 
     def _lay_out(
         self, tokens: range, held: HostHit | None, tables: Sequence[tuple[range, int]], slots: HeldBlocks
@@ -226,6 +231,6 @@ class Landings(SchedulerRole):
             self._tier.loans.take_back(landing.hit.blocks)
         else:
             self._counts["landed"] += 1
-            borders = {} if landing.ends.lacks_states else landing.borders
+            borders = () if landing.ends.lacks_states else landing.borders
             self._tier.landed(landing.request, landing.hit, landing.first_token, borders)
         self._tier.loans.take_back(landing.border_blocks)

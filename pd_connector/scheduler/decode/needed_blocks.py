@@ -56,6 +56,18 @@ class NeededBlocks:
                 return self._describe(group, remote, there, needed)
         return None
 
+    def held_states(self, remote: RemotePrefill) -> set[int]:
+        """Return after how many tokens of a complete prompt all states are held there of which borders are kept here.
+
+        The last one may be after fewer tokens than its place says.
+        """
+        places = [
+            {(entry + 1) * size for entry, block in enumerate(remote.remote_block_ids[there]) if block}
+            for group, there, size in self._pairs(remote)
+            if (kept := self._groups[group]).states and kept.block_tokens < remote.remote_num_tokens
+        ]
+        return set.intersection(*places) if places else set()
+
     def will_lack(self, remote: RemotePrefill, first_tokens: Sequence[int], *, is_cut: bool = True) -> bool:
         """Return whether the prefill engine will lack such blocks once it has computed the prompt.
 

@@ -7,7 +7,7 @@ Its full blocks are published when it lands, so that other requests find them. E
 thread.
 """
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -17,8 +17,8 @@ from pd_connector.vllm.block_pools import HostBlockPool, HostHit
 if TYPE_CHECKING:
     from pd_connector.vllm.types import KVCacheBlock, Request
 
-#: By cache group of states: an entry of a request's block table, and the host block with the state after it.
-BorderBlocks: TypeAlias = "Mapping[int, tuple[int, KVCacheBlock]]"
+#: Cache groups of states, entries of a request's block tables, and the host blocks with the states after these.
+BorderBlocks: TypeAlias = "Sequence[tuple[int, int, KVCacheBlock]]"
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +46,7 @@ class LandedPrompts:
         only others need.
         """
         self._pool.publish_landed(request, hit, first_token)
-        for group, (entry, host) in borders.items():
+        for group, entry, host in borders:
             self._pool.publish_at(request, group, entry, (host,))
         self._waiting[request.request_id] = LandedPrompt(request, hit, hit.first_token)
 

@@ -6,12 +6,14 @@ from typing import Any
 import pytest
 
 from tests.support.releases import INSTALLED, module_needs
-from tests.support.simulation.vllm_schedulers import ClientRequest, EngineSim, World
+from tests.support.simulation.state_groups import DRAFTS
+from tests.support.simulation.vllm_schedulers import OUTPUT_TOKEN, ClientRequest, EngineSim, World
 
 if INSTALLED < (0, 30):
     module_needs((0, 30), "states of recurrent layers")
 
 TOKENS, OUTPUTS = 100, 3
+BLOCK = 16
 BORDER = 96  # the last one of what is pulled
 
 
@@ -22,11 +24,13 @@ def world() -> Iterator[World]:
     world.close()
 
 
-def pull(world: World, mode: Any, *, at_once: bool, decodes_in: Any = None) -> EngineSim:
-    """The engine that has pulled and decoded a prompt."""
-    prefill = EngineSim(world, "kv_producer", 40, states=mode)
-    decode = EngineSim(world, "kv_consumer", 40, states=decodes_in or mode)
-    prompt = list(range(TOKENS))
+def pull(
+    world: World, mode: Any, *, at_once: bool, decodes_in: Any = None, drafts: str = "", tokens: int = TOKENS
+) -> EngineSim:
+    """The engine that has pulled and decoded a prompt of ``tokens``. ``drafts``: which of "P" and "D" do."""
+    prefill = EngineSim(world, "kv_producer", 40, states=mode, stated=DRAFTS if "P" in drafts else {})
+    decode = EngineSim(world, "kv_consumer", 40, states=decodes_in or mode, stated=DRAFTS if "D" in drafts else {})
+    prompt = list(range(tokens))
     if at_once:
         decode.ask_by_name(ClientRequest("r", prompt, OUTPUTS), prefill)
     prefill.ask(ClientRequest("r", prompt, OUTPUTS, decode, transfer_id="r" if at_once else ""))
@@ -103,3 +107,41 @@ def test_a_longer_prompt_goes_on_from_a_border_if_both_sides_keep_states_there(
     decode.ask(ClientRequest("longer", list(range(TOKENS + 20)), 1))
     world.run(10.0)
     assert decode.computed_of["longer-d"] == TOKENS + 20 - found
+
+
+@pytest.mark.parametrize(
+    ("drafts", "tokens", "at_once", "found"),
+    [
+        ("PD", TOKENS, False, BORDER - BLOCK),  # vLLM leaves out the last block that D has
+        ("PD", TOKENS, True, BORDER - BLOCK),
+        ("PD", BORDER + 1, False, BORDER - BLOCK),
+        ("PD", BORDER, False, BORDER - 2 * BLOCK),  # D would find a block more, but P has cut the prompt within it
+        ("P", TOKENS, False, BORDER - BLOCK),  # the last of which P keeps the state
+        ("D", BORDER, True, BORDER - BLOCK),
+    ],
+)
+def test_with_drafts_a_longer_prompt_goes_on_from_the_last_border_that_both_sides_keep(
+    world: World, drafts: str, tokens: int, at_once: bool, found: int
+) -> None:
+    decode = pull(world, "align", at_once=at_once, drafts=drafts, tokens=tokens)
+    assert decode.counts["pulled"] == 1
+    assert decode.counts["lacked states"] == 0
+    decode.ask(ClientRequest("longer", list(range(tokens + 2 * BLOCK)), 1))
+    world.run(10.0)
+    assert decode.computed_of["longer-d"] == tokens + 2 * BLOCK - found
+
+
+def test_a_longer_answer_of_an_engine_that_drafts_brings_a_later_border_within_reach(world: World) -> None:
+    """Of a prompt that P has computed in two steps, the second turn finds either end, by the length of the answer."""
+    for outputs, found in ((OUTPUTS, 16 * BLOCK), (BLOCK, 18 * BLOCK)):
+        prefill, decode = (
+            EngineSim(world, "kv_producer", 80, states="align"),
+            EngineSim(world, "kv_consumer", 80, states="align", stated=DRAFTS),
+        )
+        prompt = [1000 * outputs + number for number in range(18 * BLOCK + 4)]
+        prefill.ask(ClientRequest(f"r{outputs}", prompt, outputs, decode))
+        world.run(10.0)
+        longer = [*prompt, *[OUTPUT_TOKEN] * outputs, *range(2 * BLOCK)]
+        decode.ask(ClientRequest("longer", longer, 1))
+        world.run(10.0)
+        assert decode.computed_of["longer-d"] == len(longer) - found

@@ -21,8 +21,10 @@ BLOCK = 4
 class StateEngine:
     """Blocks of one group with keys and values and two with states, in vLLM's mode "none" or "align", or with rings."""
 
-    def __init__(self, mode: str = "align", blocks: int = 40, **stated: int) -> None:
-        """``stated``: what else vLLM states of the states: blocks for drafts and checkpoints."""
+    def __init__(self, mode: str = "align", blocks: int = 40, *, drafts: bool = False, **stated: int) -> None:
+        """``drafts``: from hidden states. ``stated``: what else vLLM states of the states: blocks for drafts and
+        checkpoints.
+        """
         size = MAX_TOKENS if mode == "none" else BLOCK
         full = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
         if mode == "ring":
@@ -38,7 +40,7 @@ class StateEngine:
         config = KVCacheConfig(blocks, [], groups)
         self.manager = KVCacheManager(
             config, max_model_len=MAX_TOKENS, scheduler_block_size=size, hash_block_size=size,
-            max_in_flight_tokens=MAX_TOKENS, enable_caching=mode != "none",
+            max_in_flight_tokens=MAX_TOKENS, enable_caching=mode != "none", use_eagle=drafts,
         )  # fmt: skip
         self._setup = Setup(groups=((size, 0),))
         self.retentions: tuple[Retention, ...] = retentions(model_config(), config)
@@ -86,6 +88,14 @@ class StateEngine:
         """Count a pulled prompt as computed, as vLLM does."""
         request.num_computed_tokens = request.num_prompt_tokens - 1
         self.manager.cache_blocks(request, request.num_computed_tokens)
+
+    def answer(self, request: Request, tokens: Sequence[int]) -> None:
+        """Compute the last token of a prompt that has arrived, and of its answer all but the last."""
+        for token in tokens:
+            self.manager.new_step_starts()
+            assert self.manager.allocate_slots(request, 1) is not None
+            request.num_computed_tokens += 1
+            request.append_output_token_ids(token)
 
     def tables(self, request: Request) -> tuple[tuple[int, ...], ...]:
         """A request's block tables, 0 for vLLM's null block."""

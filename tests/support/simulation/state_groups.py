@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
+from vllm.config import SpeculativeConfig
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
@@ -49,6 +50,16 @@ def caches(
     return KVCacheConfig(blocks, [], groups)
 
 
+def drafts(config: KVCacheConfig) -> SpeculativeConfig | None:
+    """How an engine with these caches drafts: from the model's hidden states, if states have blocks for drafts."""
+    specs = [group.kv_cache_spec for group in config.kv_cache_groups]
+    if not (number := max(getattr(spec, "num_speculative_blocks", 0) for spec in specs)):
+        return None
+    made = SpeculativeConfig(method="ngram", num_speculative_tokens=number, prompt_lookup_max=1)
+    made.method = "eagle"  # of which vLLM's scheduler knows no model
+    return made
+
+
 def worker_with(config: KVCacheConfig) -> WorkerGeometry:
     """What the only worker of an engine with these caches tells of them."""
     groups = []
@@ -66,6 +77,7 @@ class States:
         specs = [group.kv_cache_spec for group in config.kv_cache_groups]
         self._sizes = {number: int(spec.block_size) for number, spec in enumerate(specs) if isinstance(spec, MambaSpec)}
         self._has_checkpoints = any(getattr(spec, "num_prefill_checkpoint_blocks", 0) for spec in specs)
+        self._drafts = drafts(config) is not None
         self.checkpoints = 0  # that steps have handed out
         self._hashed: dict[bytes, int] = {}  # by hash of a block, the prompt up to its last token
 
@@ -84,7 +96,7 @@ class States:
                 right = state_stamp(group, stamps[first - 1])
                 assert held == right, f"a step begins with another state of cache group {group} than after {first}"
             memory[tables[group][(end - 1) // size], 0] = state_stamp(group, stamps[end - 1])
-            tokens = _checkpoint(first, end, size) if self._has_checkpoints else 0
+            tokens = _checkpoint(first, end, size, self._drafts) if self._has_checkpoints else 0
             if tokens and (block := tables[group][-(-end // size) - 2]):
                 self.checkpoints += 1
                 memory[block, 0] = state_stamp(group, stamps[tokens - 1])
@@ -109,12 +121,12 @@ class States:
                     assert is_its_own, f"I5: the state of {order.request_id} is pulled into block {number}, not its own"
 
 
-def _checkpoint(first: int, end: int, size: int) -> int:
+def _checkpoint(first: int, end: int, size: int, drafts: bool) -> int:
     """The tokens after which a step from ``first`` to ``end`` hands out a state, beside the one at its end; 0: none."""
     from vllm.v1.kv_cache_interface import (  # noqa: PLC0415  since 0.32
         get_mamba_prefill_checkpoint_position,
         is_mamba_prefill_checkpoint_valid,
     )
 
-    tokens = int(get_mamba_prefill_checkpoint_position(end, size, False))
+    tokens = int(get_mamba_prefill_checkpoint_position(end, size, drafts))
     return tokens if is_mamba_prefill_checkpoint_valid(first, end, tokens, size, size, 1) else 0

@@ -47,7 +47,7 @@ from tests.support.e2e.models import DEFAULT_MODEL, write_model
 from tests.support.simulation.engine_worker import EngineWorker
 from tests.support.simulation.pooled import POOLED_MODEL, PooledWorker, SimulatedPool
 from tests.support.simulation.scheduler_pulls import Peer, ScheduledPull
-from tests.support.simulation.state_groups import StateMode, States, caches, worker_with
+from tests.support.simulation.state_groups import StateMode, States, caches, drafts, worker_with
 from tests.support.waiting import ManualClock
 from transfer.control.client import ControlClient
 from transfer.control.failures import PeerRefused, PeerUnreachable
@@ -420,6 +420,7 @@ class EngineSim:
         config = copy(_config())
         config.cache_config = copy(config.cache_config)
         config.cache_config.num_gpu_blocks = self._caches.num_blocks
+        config.speculative_config = drafts(self._caches)
         if self._mode:
             config.cache_config.mamba_cache_mode = self._mode
             config.cache_config.enable_prefix_caching = self._mode == "align"
@@ -470,13 +471,14 @@ class EngineSim:
     def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Compute the scheduled tokens, and check those that were there already."""
         ids = list(output.num_scheduled_tokens)
-        self.computed_tokens += output.total_num_scheduled_tokens
         sampled = []
-        for request_id, number in output.num_scheduled_tokens.items():
+        for request_id, scheduled in output.num_scheduled_tokens.items():
             request: Request = self.scheduler.requests[request_id]
             tables = self.scheduler.kv_cache_manager.get_block_ids(request_id)
-            end = request.num_computed_tokens
+            drafted = len(output.scheduled_spec_decode_tokens.get(request_id, ()))  # of which none is accepted
+            number, end = scheduled - drafted, request.num_computed_tokens - drafted
             self.computed_of[request_id] += number
+            self.computed_tokens += number
             stamps = list(_stamps(list(request.all_token_ids)))[1:]
             wrong = self.worker.compute(tables[0], stamps, end - number, end)
             assert wrong is None, f"{request_id} reads another prompt's keys: token {wrong} of {end - number}"

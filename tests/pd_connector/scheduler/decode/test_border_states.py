@@ -1,5 +1,7 @@
 """States at borders of blocks that are pulled beside a prompt, so that a longer one finds its beginning."""
 
+from typing import Any
+
 import pytest
 
 from pd_connector.scheduler.decode.border_states import BorderStates
@@ -9,7 +11,13 @@ from tests.support.releases import INSTALLED, module_needs
 if INSTALLED < (0, 30):
     module_needs((0, 30), "states of recurrent layers")
 
+Tables = tuple[tuple[int, ...], ...]
 TOKENS = 22  # of which 21 are pulled: the last border is after 20
+
+
+def add(borders: BorderStates, request: Any, tables: Tables) -> Tables:
+    """The tables of a request that pulls all of its prompt but the last token, of which nobody says what is held."""
+    return borders.add(request, tables, borders.choose(range(request.num_prompt_tokens - 1), None))
 
 
 @pytest.mark.parametrize("is_lacking", [False, True])
@@ -19,7 +27,7 @@ def test_a_border_state_is_found_if_it_has_arrived_on_every_rank(is_lacking: boo
     borders = BorderStates(engine.blocks, engine.retentions)
     request, free = engine.request("r", TOKENS), engine.blocks.free
     own = engine.pull(request)
-    tables = borders.add(request, own, range(TOKENS - 1))
+    tables = add(borders, request, own)
     assert tables[0] == own[0]
     assert [[entry for entry, block in enumerate(table) if block] for table in tables[1:]] == [[4, 5], [4, 5]]
     new = {table[4] for table in tables[1:]}
@@ -43,7 +51,7 @@ def test_nothing_is_pulled_beside_if_the_prompt_ends_at_a_border() -> None:
     borders = BorderStates(engine.blocks, engine.retentions)
     request = engine.request("r", 5 * BLOCK + 1)
     own = engine.pull(request)
-    assert borders.add(request, own, range(5 * BLOCK)) == own
+    assert add(borders, request, own) == own
     engine.arrived(request)
     engine.manager.free(request)
     assert engine.found(engine.request("longer", TOKENS + 9)) == 5 * BLOCK
@@ -55,7 +63,7 @@ def test_a_state_that_is_here_already_is_not_pulled() -> None:
     engine.compute(before)
     engine.manager.free(before)
     tables = ((1, 2, 3, 4, 5, 6), *((0, 0, 0, 0, 0, block) for block in (7, 8)))
-    assert BorderStates(engine.blocks, engine.retentions).add(request, tables, range(TOKENS - 1)) == tables
+    assert add(BorderStates(engine.blocks, engine.retentions), request, tables) == tables
 
 
 def test_nor_without_prefixes_nor_below_a_border_nor_without_room() -> None:
@@ -63,14 +71,58 @@ def test_nor_without_prefixes_nor_below_a_border_nor_without_room() -> None:
     for engine, tokens in (*cases, (StateEngine(blocks=10), TOKENS)):
         request = engine.request("r", tokens)
         own = engine.pull(request)
-        assert BorderStates(engine.blocks, engine.retentions).add(request, own, range(tokens - 1)) == own
+        assert add(BorderStates(engine.blocks, engine.retentions), request, own) == own
 
 
 def test_what_another_model_has_computed_is_not_found() -> None:
     engine = StateEngine()
     borders = BorderStates(engine.blocks, engine.retentions)
     request = engine.request("r", TOKENS)
-    borders.add(request, engine.pull(request), range(TOKENS - 1))
+    add(borders, request, engine.pull(request))
     borders.forget_model()
     borders.end("r", is_right=True)
     assert not engine.blocks.found_states(request, 1, BLOCK)
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("tokens", range(2 * BLOCK + 1, 4 * BLOCK + 2))
+def test_the_next_turn_finds_the_prompt_up_to_the_state_that_was_pulled(drafts: bool, tokens: int) -> None:
+    """With drafts from hidden states, vLLM leaves out the last block that it finds of keys and values."""
+    for answer in range(1, 2 * BLOCK):
+        engine = StateEngine(drafts=drafts)
+        borders = BorderStates(engine.blocks, engine.retentions)
+        request, next_turn = (
+            engine.request("r", tokens),
+            engine.request("next", tokens + 3 * BLOCK, differs=(tokens, 1)),
+        )
+        add(borders, request, engine.pull(request))
+        engine.arrived(request)
+        borders.end("r", is_right=True)
+        engine.answer(request, next_turn.prompt_token_ids[tokens : tokens + answer])
+        engine.manager.free(request)
+        dropped = BLOCK if drafts else 1
+        assert engine.found(next_turn) >= (tokens - dropped) // BLOCK * BLOCK, f"after an answer of {answer} tokens"
+
+
+@pytest.mark.parametrize(
+    ("drafts", "held", "first", "chosen"),
+    [
+        (False, None, 0, (20,)),
+        (True, None, 0, (16,)),
+        (False, {8, 16, 20, 24}, 0, (20,)),  # the last one is said to be behind the prompt: after all of it
+        (False, {8, 16}, 0, (16,)),
+        (False, {8, 18}, 0, (8,)),
+        (True, {8, 16, 20}, 0, (16, 20)),
+        (True, {8, 20}, 0, (8, 20)),
+        (True, {20}, 0, (20,)),
+        (True, {8, 20}, 8, (20,)),
+        (False, {8}, 8, ()),
+        (True, set(), 0, ()),
+    ],
+)
+def test_the_borders_that_hits_reach_are_chosen_of_those_that_are_held(
+    drafts: bool, held: set[int] | None, first: int, chosen: tuple[int, ...]
+) -> None:
+    engine = StateEngine(drafts=drafts)
+    borders = BorderStates(engine.blocks, engine.retentions)
+    assert borders.choose(range(first, TOKENS - 1), held) == chosen
