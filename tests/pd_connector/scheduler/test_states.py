@@ -25,11 +25,22 @@ def world() -> Iterator[World]:
 
 
 def pull(
-    world: World, mode: Any, *, at_once: bool, decodes_in: Any = None, drafts: str = "", tokens: int = TOKENS
+    world: World,
+    mode: Any,
+    *,
+    at_once: bool,
+    decodes_in: Any = None,
+    drafts: str = "",
+    tokens: int = TOKENS,
+    **settings: Any,
 ) -> EngineSim:
-    """The engine that has pulled and decoded a prompt of ``tokens``. ``drafts``: which of "P" and "D" do."""
+    """The engine that has pulled and decoded a prompt of ``tokens``.
+
+    ``drafts``: which of "P" and "D" do; ``settings``: of D.
+    """
     prefill = EngineSim(world, "kv_producer", 40, states=mode, stated=DRAFTS if "P" in drafts else {})
-    decode = EngineSim(world, "kv_consumer", 40, states=decodes_in or mode, stated=DRAFTS if "D" in drafts else {})
+    stated = DRAFTS if "D" in drafts else {}
+    decode = EngineSim(world, "kv_consumer", 40, states=decodes_in or mode, stated=stated, **settings)
     prompt = list(range(tokens))
     if at_once:
         decode.ask_by_name(ClientRequest("r", prompt, OUTPUTS), prefill)
@@ -129,6 +140,15 @@ def test_with_drafts_a_longer_prompt_goes_on_from_the_last_border_that_both_side
     decode.ask(ClientRequest("longer", list(range(tokens + 2 * BLOCK)), 1))
     world.run(10.0)
     assert decode.computed_of["longer-d"] == tokens + 2 * BLOCK - found
+
+
+def test_the_states_of_those_borders_land_in_host_memory_as_well(world: World) -> None:
+    decode = pull(world, "align", at_once=False, drafts="PD", slots=60, host_transfers="always")
+    assert decode.counts["landed"] == 1
+    assert decode.scheduler.reset_prefix_cache()
+    decode.ask(ClientRequest("longer", list(range(TOKENS + 2 * BLOCK)), 1))
+    world.run(10.0)
+    assert decode.computed_of["longer-d"] == TOKENS + 2 * BLOCK - (BORDER - BLOCK)
 
 
 def test_a_longer_answer_of_an_engine_that_drafts_brings_a_later_border_within_reach(world: World) -> None:

@@ -181,3 +181,21 @@ def test_of_states_the_one_before_the_last_token_is_needed_wherever_borders_are(
 def test_of_a_prompt_of_one_token_no_state_is_needed() -> None:
     remote = msgspec.structs.replace(held_by([Group(FULL, LAYERS)], 1), remote_block_ids=((0,),))
     assert needed_by([Group(Retention(16, states=True), LAYERS)]).lacking(remote) is None
+
+
+def test_states_are_held_where_every_group_that_has_some_of_these_layers_holds_one() -> None:
+    """In blocks of any size; a ring, and an engine that keeps one state of a request, have no borders."""
+    ours = [
+        Group(Retention(16), LAYERS[:1]),
+        Group(Retention(32, states=True), LAYERS[1:4]),
+        Group(Retention(2**20, states=True), LAYERS[4:]),
+    ]
+    remote = msgspec.structs.replace(
+        held_by([Group(Retention(16), LAYERS[:1])], 100),
+        remote_block_ids=(tuple(range(1, 8)), (0, 1, 0, 2, 3, 4, 5), (6, 0, 7, 8), (9,)),
+        remote_block_sizes=(16, 16, 32, 2**20),
+        remote_layers=(LAYERS[:1], LAYERS[1:3], LAYERS[3:4], LAYERS[4:]),
+    )
+    assert needed_by(ours).held_states(remote) == {32, 96}
+    assert needed_by(ours[:1]).held_states(remote) == set()
+    assert needed_by([ours[0], ours[2]]).held_states(remote) == set()
