@@ -38,12 +38,21 @@ def test_the_option_switches_it_on_in_an_engine_with_the_connector(tmp_path: Pat
     assert scheduler.endswith(str(switched_on))
 
 
-@pytest.mark.parametrize("host_blocks", [0, 64], ids=["device only", "host memory"])
-def test_the_recompute_scheduler_lets_preempted_requests_come_back(tmp_path: Path, host_blocks: int) -> None:
-    """It ends none of them as "recomputed", and they go on from what host memory has of them."""
+@pytest.mark.parametrize(
+    ("options", "host_blocks"),
+    [((), 0), ((), 64), (("--no-enable-prefix-caching",), 0)],
+    ids=["device only", "host memory", "no prefix caching"],
+)
+def test_the_recompute_scheduler_lets_preempted_requests_come_back(
+    tmp_path: Path, options: tuple[str, ...], host_blocks: int
+) -> None:
+    """It ends none of them as "recomputed": they go on from what is held of them, or compute all again.
+
+    The recipes' proxy would send a chat with the text so far behind its first message, which is another question.
+    """
     model = write_model(tmp_path / "model", DEFAULT_MODEL)
     host_bytes = host_blocks * block_bytes(DEFAULT_MODEL)
-    status, output = output_of(preempted_requests.__name__, str(model), str(host_bytes))
+    status, output = output_of(preempted_requests.__name__, str(model), str(host_bytes), *options)
     assert status == 0, output[-4000:]
     found = json.loads(output.rpartition("FOUND ")[2].splitlines()[0])
     assert "RecomputeScheduler" in found["scheduler"]

@@ -1,6 +1,6 @@
 """Requests that take blocks from each other on a simulated NPU, under vllm-ascend's recompute scheduler.
 
-    python -m tests.support.ascend.preempted_requests MODEL_DIRECTORY HOST_BYTES
+    python -m tests.support.ascend.preempted_requests MODEL_DIRECTORY HOST_BYTES [--no-enable-prefix-caching]
 
 Prints as JSON how often a preempted request came back, how many tokens host memory had of it, and what each prompt's
 answer was, beside others and alone.
@@ -28,7 +28,7 @@ def answers_of(engine: Any, prompts: list[list[int]]) -> list[tuple[list[int], s
     return [(list(end.token_ids), end.finish_reason, end.stop_reason) for end in ends]
 
 
-def main(model: str, host_bytes: int) -> None:
+def main(model: str, host_bytes: int, *, finds_prefixes: bool) -> None:
     """See the module."""
     extra: Any = TRANSFER_CONFIG["kv_connector_extra_config"]
     engine = start_engine(
@@ -36,6 +36,7 @@ def main(model: str, host_bytes: int) -> None:
         transfer={"kv_role": "kv_consumer", "kv_connector_extra_config": extra | {"cpu_bytes_to_use": host_bytes}},
         additional_config={"recompute_scheduler_enable": True},
         num_gpu_blocks_override=DEVICE_BLOCKS,
+        enable_prefix_caching=finds_prefixes,
     )
     scheduler = engine.llm_engine.engine_core.engine_core.scheduler
     back: list[int] = []  # tokens that requests find in host memory when they come back
@@ -60,4 +61,4 @@ def main(model: str, host_bytes: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), finds_prefixes=len(sys.argv) == 3)
