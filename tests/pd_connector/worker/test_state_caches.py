@@ -46,6 +46,16 @@ def test_every_pair_of_tensor_parallel_sizes(name: str, local: int, remote: int,
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("local", "remote"), [(5, 7), (7, 5)])
+def test_sizes_that_share_no_divisor(name: str, local: int, remote: int, monkeypatch: Any) -> None:
+    """Nearly every rank has heads of two on the other side, in unequal parts. 35 heads, where others have 24."""
+    model = MODELS[name]
+    conv = tuple((part, heads if heads == 1 else heads // 24 * 35, width) for part, heads, width in model.conv)
+    model = replace(model, conv=conv, heads=model.heads // 24 * 35)
+    pull_states(model, StateLayout(tp=local), StateLayout(tp=remote), monkeypatch)
+
+
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("local", [False, True])
 @pytest.mark.parametrize("sizes", [(1, 1), (3, 2), (2, 4)])
 def test_both_orders_of_a_convolution(name: str, local: bool, sizes: tuple[int, int], monkeypatch: Any) -> None:
