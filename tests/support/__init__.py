@@ -146,7 +146,7 @@ Simulations of many engines (``test_state_machine``, ``test_progress``) and of o
     host_tier.cases         short cuts for tests of one case at a time
 
 Real servers (``tests/e2e``):
-    e2e.apart_deployments   sets of servers on hosts of their own, and of data-parallel ones
+    e2e.apart_deployments   sets of servers on hosts of their own, or on several, and of data-parallel ones
     e2e.api_clients         responses, messages and tokens, asked by the clients that their users have
     e2e.architectures       architectures of the test models: configurations and random weights
     e2e.models              a tiny model, whose output depends on every block of its prompt, as a directory
@@ -164,6 +164,7 @@ Real servers (``tests/e2e``):
     e2e.choice              which pairs of servers a test runs on, and which of them by default
     e2e.images_and_adapters  servers of a model that reads images and has LoRA adapters, and prompts for them
     e2e.forked_server       vLLM's API server, whose other processes are forked from it, on CPU
+    e2e.headless_node       a further node of a server whose ranks are on several hosts
     e2e.gates               places in the workers of a server at which a test has them stop
     e2e.gated_connector     the connector with such places
     e2e.host_memory         what tests of servers with host memory have in common

@@ -64,12 +64,13 @@ class ServerSpec:
     is_gated: bool = False  # whether its workers stop where a test has closed a gate, see ``gates``
     platform: Platform = "cpu"
     #: Whether ``vllm serve`` starts it, as for users: it wants a distribution of that name. Else the API server's
-    #: module does, and on CPU it forks its processes instead of spawning them, unless the server has another vLLM or a
-    #: host of its own.
+    #: module does, and on CPU it forks its processes instead of spawning them, unless the server has another vLLM.
     by_command: bool = False
     start_timeout_s: float = START_TIMEOUT_S
     #: The number of the host that it runs on, see ``hosts``, where it finds its address by itself; 0: this machine.
     host: int = 0
+    #: Of the hosts that have further nodes of the server, each with an equal part of its ranks.
+    more_hosts: tuple[int, ...] = ()
 
     @property
     def address(self) -> str:
@@ -90,8 +91,8 @@ class ServerSpec:
         """How many workers the server has."""
         return self.tensor_parallel * max(len(self.stages), 1)
 
-    def command(self, model: Path, port: int) -> list[str]:
-        """The command line that serves the model in the directory ``model``."""
+    def command(self, model: Path, port: int, node: int = 0) -> list[str]:
+        """The command line that serves the model in the directory ``model``, on one of the server's nodes."""
         connector: dict[str, object] = {
             "kv_connector": "PDConnector",
             "kv_connector_module_path": "tests.support.e2e.gated_connector" if self.is_gated else "pd_connector",
@@ -101,8 +102,10 @@ class ServerSpec:
         }
         if self.beside_greeting:
             connector = self._in_multi_connector(connector)
-        is_forked = self.platform == "cpu" and not self.host and self.python == sys.executable
+        is_forked = self.platform == "cpu" and self.python == sys.executable
         module = "tests.support.e2e.forked_server" if is_forked else "vllm.entrypoints.openai.api_server"
+        if node:
+            module = "tests.support.e2e.headless_node"
         start = (
             ("vllm.entrypoints.cli.main", "serve", str(model)) if self.by_command else (module, "--model", str(model))
         )
@@ -113,6 +116,7 @@ class ServerSpec:
             *("--kv-cache-memory-bytes", str(self.kv_cache_bytes)),
             *("--tensor-parallel-size", str(self.tensor_parallel)),
             *(self._stage_arguments if self.stages else ()),
+            *(self._node_arguments(node) if self.more_hosts else ()),
             *(self.model.cpu_arguments if self.platform == "cpu" else ()),
             *self.model.adapter_arguments(model),
             *self.arguments,
@@ -123,6 +127,10 @@ class ServerSpec:
     def _stage_arguments(self) -> tuple[str, ...]:
         worker = "tests.support.e2e.staged_worker.StagedWorker"
         return ("--pipeline-parallel-size", str(len(self.stages)), "--worker-cls", worker)
+
+    def _node_arguments(self, node: int) -> tuple[str, ...]:
+        place = ("--nnodes", str(1 + len(self.more_hosts)), "--node-rank", str(node), "--master-addr", self.address)
+        return (*place, "--headless") if node else place
 
     def _in_multi_connector(self, ours: dict[str, object]) -> dict[str, object]:
         """MultiConnector with this connector, by its registered name alone, and another one."""
@@ -156,6 +164,7 @@ class ServerSpec:
             "VLLM_KV_CACHE_LAYOUT": self.layout,
             "VLLM_PP_LAYER_PARTITION": ",".join(map(str, self.stages)),
             "PD_CONNECTOR_SECRET": self.secret,
+            "GLOO_SOCKET_IFNAME": "eth0" if self.more_hosts else "",  # else what the machine's name stands for
         }
         return environment | {name: value for name, value in wanted.items() if value} | dict(self.variables)
 
@@ -270,6 +279,7 @@ class Cluster:
         self._models: dict[ModelSpec, Path] = {}
         self._servers: list[Server] = []
         self._started = 0
+        self._nodes: list[subprocess.Popen[bytes]] = []  # beside the first of a server
         self.hosts = Hosts()
 
     def start(self, specs: Iterable[ServerSpec]) -> list[Server]:
@@ -308,6 +318,8 @@ class Cluster:
     def close(self) -> None:
         """Stop every server that still runs."""
         self.stop(list(self._servers))
+        for node in self._nodes:
+            node.wait(STOP_TIMEOUT_S)
         self.hosts.close()
 
     @property
@@ -326,15 +338,25 @@ class Cluster:
     def _spawn(
         self, spec: ServerSpec, model: Path, port: int, log: Path, mode: Literal["wb", "ab"]
     ) -> subprocess.Popen[bytes]:
-        where = self.hosts.prefix(spec.host) if spec.host else []
-        with log.open(mode) as file:
+        """Start a server, whose further nodes are in its process group, and log to the same file."""
+        first, *others = (spec.host, *spec.more_hosts)
+        with log.open(mode):
+            process = self._spawn_node(spec, spec.command(model, port), first, log, 0)
+        for node, host in enumerate(others, 1):
+            self._nodes.append(self._spawn_node(spec, spec.command(model, port, node), host, log, process.pid))
+        return process
+
+    def _spawn_node(
+        self, spec: ServerSpec, command: list[str], host: int, log: Path, process_group: int
+    ) -> subprocess.Popen[bytes]:
+        with log.open("ab") as file:
             return subprocess.Popen(
-                where + spec.command(model, port),
+                (self.hosts.prefix(host) if host else []) + command,
                 env=spec.environment() | {DIRECTORY_VARIABLE: str(_gates_directory(log))},
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                process_group=0,
+                process_group=process_group,
             )
 
     def _model(self, spec: ModelSpec) -> Path:

@@ -14,7 +14,7 @@ from vllm.utils import system_utils
 _MODULE = "vllm.entrypoints.openai.api_server"
 
 
-def _forking() -> BaseContext:
+def forking() -> BaseContext:
     """What vLLM makes processes with."""
     # vLLM looks for kernels in all modules of a worker, and the loader that numba has there cannot be looked at.
     sys.modules.pop("llvmlite.binding.ffi", None)
@@ -22,5 +22,5 @@ def _forking() -> BaseContext:
 
 
 if __name__ == "__main__":
-    system_utils.get_mp_context = _forking
+    system_utils.get_mp_context = forking
     runpy.run_module(_MODULE, run_name="__main__", alter_sys=True)
