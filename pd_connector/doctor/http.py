@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from pd_connector.doctor.findings import CheckFailed
+from transfer.peers import no_route, resolve
 
 #: vLLM's own default.
 DEFAULT_PORT = 8000
@@ -73,12 +74,18 @@ class HttpServer:
             raise CheckFailed(_refused(self.url + path, error)) from error
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", None) or error
-            raise CheckFailed(
-                f"{self.url} does not answer ({reason}): is the prefill server up, and is this its HTTP port?"
-            ) from error
+            why = self._no_route() or "is the prefill server up, and is this its HTTP port?"
+            raise CheckFailed(f"{self.url} does not answer ({reason}): {why}") from error
         if not isinstance(parsed, dict):
             raise CheckFailed(f"{self.url}{path} answers with no JSON object: is it a vLLM server?")
         return parsed
+
+    def _no_route(self) -> str:
+        """Return why this machine can send the server nothing, empty if it can."""
+        try:
+            return no_route(resolve(str(urlsplit(self.url).hostname)))
+        except OSError:
+            return ""
 
 
 def _json(text: bytes) -> Any:

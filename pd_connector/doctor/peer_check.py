@@ -21,7 +21,7 @@ from pd_connector.config import ConnectorConfig
 from pd_connector.doctor.findings import Check, CheckFailed, CheckSkipped
 from pd_connector.doctor.http import HttpServer
 from pd_connector.engine_limits import ENGINE_LIMITS
-from pd_connector.orders import Orders, PullOrder, cause_of
+from pd_connector.orders import Cause, Orders, PullOrder, cause_of
 from pd_connector.params import ParamsError, RemotePrefill, parse_remote_prefill
 from pd_connector.secret import load_keys
 from transfer.control.client import ControlClient
@@ -37,6 +37,8 @@ LEAST_TOKENS = 2  # of a prompt: the last one is never pulled
 _SHORT_PROMPT = 8  # tokens
 _PULLS = 3
 _CANCEL_TIMEOUT_S = 2.0
+#: Of a read that failed, though the first bytes, a few, have come: the link compares the peer's number.
+_LOST = ". Small reads work: does the way lose large packets (an MTU below this machine's, of which nobody is told)?"
 _LOOK_S = 0.001  # between two looks whether pulls have ended
 
 
@@ -233,7 +235,7 @@ class _DecodeWorkers:
             time.sleep(_LOOK_S)
             ends += [end for worker in self._workers for end in worker.take_ends()]
         if failed := next((end for end in ends if end.cause), None):
-            raise CheckFailed(f"{failed.cause}: {failed.reason}")
+            raise CheckFailed(f"{failed.cause}: {failed.reason}{_LOST if failed.cause == Cause.READ else ''}")
         return ends
 
     def close(self) -> None:

@@ -45,6 +45,11 @@ _SECRET_MISMATCH_S = 2.0
 _ENDED_BY_PEER = (errno.ECONNRESET, errno.EPIPE)  # EAGAIN is our own HANDSHAKE_IVL: the peer sent nothing at all
 _KEYS_HINT = "give both engines the same secret (secret_file or PD_CONNECTOR_SECRET)"
 
+#: Of a peer to which there is a route.
+_WHY_SILENT = (
+    "is its network cut, the port closed, or the setting host there an address that only others reach, as behind NAT?"
+)
+
 
 class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings for how a client retries requests and keeps its peers. All times are in seconds.
@@ -261,7 +266,7 @@ class PeerPool:
             # Not by a clock: this process may have been stopped.
             if peer.silent_checks * CHECK_INTERVAL_S >= self._settings.silent_s:
                 what = "its system acknowledges nothing" if peer.descriptor >= 0 else "there is no connection"
-                why = no_route(peer.ip) or "is its network cut, or the port closed?"
+                why = no_route(peer.ip) or _WHY_SILENT
                 peer.failure = f"{what}, for {self._settings.silent_s:g} s: {why}"
                 del unread[peer.address]
                 yield peer

@@ -1,4 +1,4 @@
-"""A TCP forwarder between a decode server and the control port of a prefill server, which loses what a test wants."""
+"""A TCP forwarder between a decode server and a port of a prefill server, which loses what a test wants."""
 
 import random
 import selectors
@@ -15,13 +15,13 @@ class Forwarder:
     receiver sees a broken stream and connects again. ``close`` joins the thread.
     """
 
-    def __init__(self, host: str, port: int, seed: int = 0) -> None:
+    def __init__(self, host: str, port: int, seed: int = 0, *, listens_at: str = "127.0.0.1") -> None:
         self.lost = 0  # chunks
         self.passed = 0  # chunks
         self._target = (host, port)
         self._random = random.Random(seed)
         self._losing = 0.0
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = socket.create_server((listens_at, 0))
         self._selector = selectors.DefaultSelector()
         self._peers: dict[socket.socket, socket.socket] = {}
         self._stop = threading.Event()

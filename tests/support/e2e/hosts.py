@@ -4,19 +4,23 @@ Where servers run in two of them, everything between them goes over the switch, 
 This machine is at the switch as well, so that tests and routers reach all hosts whatever is between these.
 """
 
+import ctypes
 import os
 import re
 import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 
 #: Of RFC 2544, for tests of networks: nobody routes them. Another one in each process.
 _NETWORK = f"198.18.{os.getpid() % 256}"
-_THIS_MACHINE = f"{_NETWORK}.254"
+THIS_MACHINE = 254  # at the switch, beside the hosts
 _LONGEST_NAME = 15  # of a network device
+_CLONE_NEWNET = 0x40000000
 
 
+@cache
 def why_not() -> str:
     """Return why no hosts can be made here; empty if they can."""
     for tool, package in (("ip", "iproute2"), ("bridge", "iproute2"), ("tc", "iproute2")):
@@ -46,11 +50,68 @@ class Hosts:
         """Return the address of a host."""
         return f"{_NETWORK}.{number}"
 
-    def prefix(self, number: int) -> list[str]:
-        """Return what a command begins with that runs on a host, which is made if it is not there."""
+    def namespace(self, number: int) -> str:
+        """Return the name of a host's network namespace, which is made if it is not there."""
         if number not in self._made:
             self._make(number)
-        return ["ip", "netns", "exec", _name(f"h{number}")]
+        return _name(f"h{number}")
+
+    def give_ipv6(self, number: int) -> None:
+        """Give a host an IPv6 address, and a default route, beside those of IPv4; this machine, too."""
+        commands = (f"address replace {self.ipv6(number)}/64 dev eth0 nodad", "-6 route add default dev eth0")
+        self.configure(number, *commands)
+        _run("ip", "address", "replace", f"{self.ipv6(THIS_MACHINE)}/64", "dev", _name("sw"), "nodad")
+
+    @staticmethod
+    def ipv6(number: int) -> str:
+        """Return the IPv6 address that a host can be given."""
+        return f"fd98:{os.getpid() % 256:x}::{number:x}"
+
+    def prefix(self, number: int) -> list[str]:
+        """Return what a command begins with that runs on a host, which is made if it is not there."""
+        return ["ip", "netns", "exec", self.namespace(number)]
+
+    @contextmanager
+    def entered(self, number: int) -> Iterator[None]:
+        """This thread, and all that are started here, have the network of a host."""
+        with open("/proc/thread-self/ns/net") as own:
+            enter(self.namespace(number))
+            try:
+                yield
+            finally:
+                _set_network(own.fileno())
+
+    def configure(self, number: int, *commands: str) -> None:
+        """Run commands of ``ip`` on a host, such as "route del default"."""
+        for command in commands:
+            _run(*self.prefix(number), "ip", *command.split())
+
+    def lead(self, address: str, number: int) -> None:
+        """Have this machine reach an address by way of a host, until that is gone."""
+        _run("ip", "route", "replace", address, "via", self.address(number))
+
+    def join(self, one: int, other: int, device: str) -> None:
+        """Join two hosts by a cable of their own, whose ends have the same name and no addresses yet."""
+        ends = [self.namespace(number) for number in (one, other)]
+        peer = ("type", "veth", "peer", "name", device, "netns", ends[1])
+        _run("ip", "link", "add", device, "netns", ends[0], *peer)
+        for number in (one, other):
+            self.configure(number, f"link set {device} up")
+
+    def forward(self, number: int) -> None:
+        """Let a host be a router, which also answers for packets that it does not take."""
+        for setting in ("ipv4/ip_forward", "ipv6/conf/all/forwarding"):
+            _run(*self.prefix(number), "sh", "-c", f"echo 1 > /proc/sys/net/{setting}")
+
+    def close_ports(self, number: int, ports: str, how: str) -> None:
+        """Close TCP ports of a host, "15000-17000" say, as a firewall there does.
+
+        ``how``: "blackhole" drops packets, "prohibit" refuses them by ICMP.
+        """
+        self.forward(number)
+        for family in ("-4", "-6"):
+            rules = ("add pref 20 lookup local", "del pref 0", f"add pref 10 iif eth0 ipproto tcp dport {ports} {how}")
+            self.configure(number, *(f"{family} rule {rule}" for rule in rules))
 
     @contextmanager
     def parted(self, *numbers: int) -> Iterator[None]:
@@ -109,7 +170,7 @@ class Hosts:
         if not self._made:
             _remove_those_of_ended_processes()
             _run("ip", "link", "add", _name("sw"), "type", "bridge")
-            _run("ip", "address", "add", f"{_THIS_MACHINE}/24", "dev", _name("sw"))
+            _run("ip", "address", "add", f"{self.address(THIS_MACHINE)}/24", "dev", _name("sw"))
             _run("ip", "link", "set", _name("sw"), "up")
         self._made.add(number)
         space, port = _name(f"h{number}"), _name(f"p{number}")
@@ -120,7 +181,18 @@ class Hosts:
         _run(*inside, "link", "set", "lo", "up")
         _run(*inside, "address", "add", f"{self.address(number)}/24", "dev", "eth0")
         _run(*inside, "link", "set", "eth0", "up")
-        _run(*inside, "route", "add", "default", "via", _THIS_MACHINE)
+        _run(*inside, "route", "add", "default", "via", self.address(THIS_MACHINE))
+
+
+def enter(namespace: str) -> None:
+    """Give this thread the network of a namespace."""
+    with open(f"/var/run/netns/{namespace}") as space:
+        _set_network(space.fileno())
+
+
+def _set_network(descriptor: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).setns(descriptor, _CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), "setns")
 
 
 def _remove_those_of_ended_processes() -> None:

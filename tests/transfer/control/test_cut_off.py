@@ -156,7 +156,11 @@ HAS_NETWORKS = all(map(shutil.which, ("ip", "unshare"))) and not subprocess.call
         ("10.9.9.1/32", "fd99::7", "no route to fd99::7 (IPv6), as its own addresses are IPv4 only: let the"),
         ("fd99::1/128", "10.9.9.7", "no route to 10.9.9.7 (IPv4), as its own addresses are IPv6 only: let the"),
         ("10.9.9.1/32", "10.9.9.7", "no route to 10.9.9.7 (IPv4): check its addresses and routes"),
-        ("10.9.9.1/32", "10.9.9.1", "is its network cut, or the port closed?"),
+        (
+            "10.9.9.1/32",
+            "10.9.9.1",
+            "is its network cut, the port closed, or the setting host there an address that only others reach",
+        ),
     ],
 )
 def test_a_peer_of_the_other_address_family_is_said_to_be_one(ours: str, theirs: str, why: str) -> None:
