@@ -81,6 +81,7 @@ class PrefillEngine:
         model: Model = MODEL,
         identity: ModelIdentity = IDENTITY,
         ttl_s: float = 30.0,
+        host: str = "127.0.0.1",
         port: int = 0,
         verify: bool = False,
         writes_late: bool = False,
@@ -90,7 +91,8 @@ class PrefillEngine:
         self.service = LeaseService(
             leases, identity, engine.tp, verify=verify, max_model_len=max_model_len, writes_late=writes_late
         )
-        self._server = ControlServer(self.service, "127.0.0.1", port)
+        self._host = host
+        self._server = ControlServer(self.service, host, port)
         self.service.notify = self._server.changed
         self._server.start()
         self.ranks = []
@@ -109,7 +111,7 @@ class PrefillEngine:
             rank.fill(tables(blocks))
         request = FakeRequest(request_id, a_prompt(tokens))
         params = self.service.grant(
-            request, blocks, request.request_id, ("127.0.0.1", self._server.port), is_written=is_written
+            request, blocks, request.request_id, (self._host, self._server.port), is_written=is_written
         )
         return parse_remote_prefill(params)
 
