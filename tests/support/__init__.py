@@ -5,6 +5,7 @@ For all tests:
     memory                  memory filled with noise, and descriptors between two places of it
     sources                 the source files of this project, and what each of them imports
     imports                 what the import of a module needs, and what of it the wheel does not declare
+    gpu_machine             what a machine lacks for what needs a CUDA GPU, and whether the CPU takes its place
     process                 what this process holds (threads, files, sockets), and free ports
     pure_vllm               unpacks the Python files of a vLLM that cannot be installed here
     releases                tests of what only some releases of vLLM have, and the environments of other releases
@@ -157,6 +158,8 @@ Real servers (``tests/e2e``):
     e2e.images              images for prompts, as clients send them
     e2e.cluster             vLLM servers on this machine: started together, watched, ended, measured
     e2e.deployments         the sets of servers that tests share
+    e2e.cuda_deployments    pairs of servers on one CUDA GPU, or on the CPU in its place
+    e2e.exact               answers that must be equal in every bit
     e2e.pipeline_deployments  such sets with servers whose layers are spread over pipeline stages
     e2e.prefix_deployments  such a set with servers that pull prefixes from each other, and die
     e2e.staged_worker       vLLM's CPU worker for a pipeline stage

@@ -22,7 +22,7 @@ compiled_kernel: Any = run_kernel.copy_runs
 _without_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="the compiled kernel needs a CUDA device")
 
 #: Parameters of tests that run the kernel: names of devices.
-KERNEL_DEVICES = ("cpu", pytest.param("cuda", marks=_without_gpu))
+KERNEL_DEVICES = ("cpu", pytest.param("cuda", marks=(pytest.mark.cuda, _without_gpu)))
 
 
 #: Marks of such tests: what Triton warns of in them.

@@ -29,13 +29,15 @@ from tests.support.process import free_ports
 Role = Literal["kv_producer", "kv_consumer", "kv_both"]
 Layout = Literal["LBHNC", "BLHNC", "BHLNC"]
 LoadFailurePolicy = Literal["fail", "recompute"]
-Platform = Literal["cpu", "npu"]
+Platform = Literal["cpu", "cuda", "npu"]
 
 BLOCK_SIZE = 32
 KV_CACHE_BYTES = 96 * 1024 * 1024
 #: In which all servers of a deployment start; longer where many of them share few cores with others.
 START_TIMEOUT_S = float(os.environ.get("PD_CONNECTOR_START_TIMEOUT_S", "240"))
 STOP_TIMEOUT_S = 10.0
+#: Of a GPU that other servers use, too: vLLM does not start where less than this share is free.
+_SHARED_GPU = ("--gpu-memory-utilization", "0.02")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,7 @@ class ServerSpec:
             *(self._stage_arguments if self.stages else ()),
             *(self._node_arguments(node) if self.more_hosts else ()),
             *(self.model.cpu_arguments if self.platform == "cpu" else ()),
+            *(_SHARED_GPU if self.platform == "cuda" else ()),
             *self.model.adapter_arguments(model),
             *self.arguments,
             *("--kv-transfer-config", json.dumps(connector)),
@@ -214,7 +217,7 @@ class Server:
         return [pid for pid, command in _group_members(self.process.pid) if known_as in command]
 
     def worker_process(self, tp_rank: int) -> int:
-        """The id of the process that a worker's model runs in: on an NPU, a single worker's is the engine core's."""
+        """The id of the process that a worker's model runs in: on a device, a single worker's is the engine core's."""
         if self.spec.tensor_parallel > 1:
             title = f"Worker_TP{tp_rank}"
         else:

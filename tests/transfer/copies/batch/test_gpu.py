@@ -19,7 +19,7 @@ from transfer.copies.batch.cuda import CudaRuntime
 from transfer.copies.batch.device import DeviceBackend
 from transfer.copies.batch.streams import DeviceStream
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 LOAD, STORE = Direction.HOST_TO_DEVICE, Direction.DEVICE_TO_HOST
 

@@ -1,4 +1,4 @@
-"""docs/npu.md quotes messages that the code has, and installs what pyproject.toml declares."""
+"""docs/npu.md and docs/cuda.md quote messages that the code has, and install what pyproject.toml declares."""
 
 import ast
 import re
@@ -6,15 +6,19 @@ import tomllib
 from functools import cache
 
 import pytest
+from packaging.requirements import Requirement
 
 from tests.support.sources import ROOT
 
-PAGE = (ROOT / "docs" / "npu.md").read_text()
+NPU, CUDA = ((ROOT / "docs" / f"{name}.md").read_text() for name in ("npu", "cuda"))
+#: Of docs/cuda.md, but for its generated table, which grows with the cards.
+MOST_WORDS = 900
 PACKAGES = ("layout", "transfer", "pd_connector")
 
 #: What stands for values in quoted messages, and where a message begins in the middle of another.
 _VALUES = re.compile(
-    r"\.\.\.|\b(?:N|NAME)\b|0x|'ascend'|\b\d+\b|libascendcl\.so|aclrt\w+|\bapart: |cannot register the |bytes: "
+    r"\.\.\.|\b(?:N|NAME)\b|0x|'ascend'|\b\d+\b(?!\.\d)|libascendcl\.so|libcuda\.so\.1|aclrt\w+|cuMemcpyBatchAsync.*"
+    r"|\bapart: |cannot register the |bytes: |CUDA 13; "
 )
 _FORMAT = re.compile(r"%[-\d.]*[a-z]")
 
@@ -31,15 +35,17 @@ def texts() -> frozenset[str]:
     return frozenset(found)
 
 
-def quoted(heading: str) -> list[str]:
+def quoted(page: str, heading: str) -> list[str]:
     """The messages in the first column of a section's tables."""
-    section = re.split(r"^## ", PAGE, flags=re.MULTILINE)
+    section = re.split(r"^## ", page, flags=re.MULTILINE)
     (wanted,) = [part for part in section if part.startswith(heading)]
     rows = [line.split(" | ")[0] for line in wanted.splitlines() if line.startswith("| `")]
     return [message for row in rows for message in re.findall(r"`([^`]+)`", row)]
 
 
-@pytest.mark.parametrize("message", quoted("5. What the servers say"))
+@pytest.mark.parametrize(
+    "message", [*quoted(NPU, "5. What the servers say"), *quoted(CUDA, "5. What doctor and servers say")]
+)
 def test_a_message_that_is_quoted_is_one_of_the_codes(message: str) -> None:
     fragments = [fragment.strip(" :,()=") for fragment in _VALUES.split(message)]
     fixed = [fragment for fragment in fragments if len(fragment) >= len("in runs")]
@@ -56,7 +62,28 @@ def test_a_message_that_the_code_does_not_have_would_be_noticed() -> None:
 def test_what_is_installed_by_hand_is_what_the_project_declares() -> None:
     """``--no-deps`` leaves out all of it."""
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    block = PAGE[PAGE.index("pip install --no-deps .") : PAGE.index("`--no-deps` keeps")]
+    block = NPU[NPU.index("pip install --no-deps .") : NPU.index("`--no-deps` keeps")]
     named = re.findall(r"'([^']+)'", block)
     (mooncake,) = [line for line in declared["optional-dependencies"]["npu"] if line.startswith("mooncake")]
     assert sorted(named) == sorted([*declared["dependencies"], mooncake])
+
+
+def test_the_page_of_cuda_names_the_extras_and_is_short() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for extra in ("cuda", "cuda12"):
+        (mooncake,) = [line for line in extras[extra] if line.startswith("mooncake")]
+        name, _, oldest = mooncake.partition(">=")
+        assert f"'.[{extra}]'" in CUDA
+        assert re.search(rf"^\| Mooncake, from {oldest} \|.* {name} \|", CUDA, re.MULTILINE)
+    prose = re.sub(r"<!-- generated: .*?<!-- generated: end -->", "", CUDA, flags=re.DOTALL)
+    assert len([word for word in prose.split() if re.search(r"\w", word)]) <= MOST_WORDS
+
+
+def test_make_test_cuda_installs_a_vllm_that_the_extra_takes() -> None:
+    (wanted,) = re.findall(r"^VLLM_CUDA \?= (vllm==[\d.]+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    (declared,) = [
+        Requirement(line)
+        for line in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["cuda"]
+        if line.startswith("vllm")
+    ]
+    assert declared.specifier.contains(wanted.partition("==")[2])
