@@ -20,7 +20,6 @@ from types import TracebackType
 from typing import Any, Self
 
 import aiohttp
-import anyio
 
 from pd_proxy import headers as passed
 from pd_proxy.settings import Settings
@@ -155,7 +154,7 @@ class Connections:
         left = _ATTEMPTS
         as_text = [(name, passed.as_text(value)) for name, value in headers]
         # aiohttp's own limit begins when the request is sent: a server might not read it.
-        with anyio.fail_after(self._answer_timeout_s):
+        async with asyncio.timeout(self._answer_timeout_s):
             while True:
                 left -= 1
                 body = None if content is None else BytesIO(content)
@@ -190,28 +189,28 @@ class _Connector(aiohttp.TCPConnector):
     async def connect(
         self, req: aiohttp.ClientRequest, traces: "list[aiohttp.tracing.Trace]", timeout: aiohttp.ClientTimeout
     ) -> "aiohttp.connector.Connection":
-        async with _turning_for(self._timeout_s):
-            # The event loop may not have seen the end of an idle connection: while it is busy, it sees nothing.
-            while _is_closed(connection := await super().connect(req, traces, timeout)):
-                is_new = connection.protocol not in self._used
-                connection.close()
-                if is_new:
-                    raise ClosedAtOnce(errno.ECONNRESET, "closed before anything was sent")
-            self._prepare(connection)
-            return connection
-
-    def _prepare(self, connection: "aiohttp.connector.Connection") -> None:
-        """Have it known how the connection ends, and no socket kept of one that is closed."""
-        protocol, transport = connection.protocol, connection.transport
-        assert protocol is not None
+        # The event loop may not have seen the end of an idle connection: while it is busy, it sees nothing.
+        while _is_closed(connection := await super().connect(req, traces, timeout)):
+            is_new = connection.protocol not in self._used
+            connection.close()
+            if is_new:
+                raise ClosedAtOnce(errno.ECONNRESET, "closed before anything was sent")
+        self._used.add(connection.protocol)
+        transport = connection.transport
         assert transport is not None
         # A transport that is closed waits until all is written, which a server that does not read leaves undone.
         connection.add_callback(lambda: transport.abort() if transport.get_write_buffer_size() else None)
-        if protocol not in self._used:
-            self._used.add(protocol)
-            # Made on the first look, which has to come before the end; and an exception that nobody looks at is logged.
-            if (lost := protocol.closed) is not None:
-                lost.add_done_callback(_reset_of)
+        return connection
+
+    async def _create_connection(
+        self, req: aiohttp.ClientRequest, traces: "list[aiohttp.tracing.Trace]", timeout: aiohttp.ClientTimeout
+    ) -> "aiohttp.client_proto.ResponseHandler":
+        async with _turning_for(self._timeout_s):
+            protocol = await super()._create_connection(req, traces, timeout)
+        # Made on the first look, which has to come before the end; and an exception that nobody looks at is logged.
+        if (lost := protocol.closed) is not None:
+            lost.add_done_callback(_reset_of)
+        return protocol
 
 
 @asynccontextmanager

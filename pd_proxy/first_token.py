@@ -11,12 +11,11 @@ chat's first token is shown depends on the server's reasoning and tool parsers, 
 them, differently from streams.
 """
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Collection, Mapping
 from http import HTTPStatus
 from typing import Any
-
-import anyio
 
 from pd_proxy.apis import Body
 from pd_proxy.error_answers import LegFailed
@@ -103,7 +102,7 @@ class FirstToken:
     def __init__(self, client: Client) -> None:
         self._client = client
         self._text = ""
-        self._sent = anyio.Event()
+        self._sent = asyncio.Event()
 
     async def send(self, answer: Body) -> None:
         """Begin the client's answer with the text of P's token, unless D has begun it.

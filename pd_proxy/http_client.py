@@ -4,8 +4,10 @@ A client that leaves is noticed in every stage: the work is cancelled, which clo
 vLLM aborts the request.
 """
 
+import asyncio
 import json
 from collections.abc import Coroutine
+from contextlib import suppress
 from http import HTTPStatus
 from typing import Any, NoReturn
 
@@ -134,8 +136,9 @@ async def while_connected(receive: Receive, client: Client, work: Coroutine[Any,
         nonlocal left
         gone = False
         while not gone:
-            with anyio.move_on_after(_LOOK_AGAIN_S):
-                gone = (await receive())["type"] == "http.disconnect"
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_AGAIN_S):
+                    gone = (await receive())["type"] == "http.disconnect"
         # A client that knows the length may leave with its last byte, before the work has ended.
         if not client.complete:
             left = True

@@ -14,9 +14,11 @@ rejects it (a prompt that is too long, say), it hands the ``kv_transfer_params``
 Of two legs that are under way, each ends the other: closing the connection makes vLLM abort the request.
 """
 
+import asyncio
 import logging
 import uuid
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from http import HTTPStatus
 
 import anyio
@@ -52,7 +54,7 @@ class _Prefill:
     """What is known of a prefill leg that runs beside a decode leg."""
 
     def __init__(self) -> None:
-        self.done = anyio.Event()
+        self.done = asyncio.Event()
         self.failure: Failure | None = None
         self.moved: Body | None = None  # an answer from another control address than D was told
         self.text_ended = False  # with its token, which was to be the client's first
@@ -195,7 +197,7 @@ class TwoLegs:
             prefill.failure = failure
         except ClientDisconnect as problem:
             prefill.problem = problem
-        except anyio.get_cancelled_exc_class():
+        except asyncio.CancelledError:
             return  # raised, it would be part of a circle with the request's bodies: see ``let_go_of_bodies``
         prefill.done.set()
         if prefill.problem is not None or (prefill.ends_decoding and not self._client.started):
@@ -259,5 +261,6 @@ def _details_of(prefill: _Prefill) -> Details:
 
 
 async def _last_news(prefill: _Prefill) -> None:
-    with anyio.move_on_after(_LAST_NEWS_S):
-        await prefill.done.wait()
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_LAST_NEWS_S):
+            await prefill.done.wait()
