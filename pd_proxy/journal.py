@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from http import HTTPStatus
 from typing import Protocol
 
@@ -14,6 +14,15 @@ from pd_proxy.spans import RequestTrace
 
 logger = logging.getLogger(__name__)
 
+#: Counters by a label, whose name is the value.
+_COUNTERS = {
+    "requests": "status",
+    "not_disaggregated": "reason",
+    "detours": "reason",
+    "legs": "legs",
+    "moved": "result",
+}
+_TOTALS = ("prefill_retries", "first_tokens_from_prefill", "first_tokens_different", "broken_off")
 #: How decode legs without a prefill leg are called.
 _ALONE = "decode-alone"
 
@@ -129,21 +138,13 @@ class Journal:
         self._open = 0
         self._none_open = asyncio.Event()
         self._none_open.set()
-        self._statuses: Counter[int] = Counter()
-        self._undivided: Counter[str] = Counter()
-        self._detours: Counter[str] = Counter()
-        self._broken_off = 0
-        self._legs: Counter[str] = Counter()
-        self._prefill_retries = 0
-        self._first_tokens = 0
-        self._first_tokens_differ = 0
-        self._prefill_s = 0.0
-        self._prefills = 0
-        self._first_byte_s: defaultdict[str, float] = defaultdict(float)  # by how the legs were sent
-        self._first_bytes: Counter[str] = Counter()
-        self._moves = Counter(continued=0, failed=0)
-        self._handover_s = dict.fromkeys(map(str, Legs), 0.0)  # by how the legs were sent
-        self._handovers: Counter[str] = Counter()
+        self._counts = {name: Counter[str]() for name in _COUNTERS}
+        self._counts["moved"].update(continued=0, failed=0)
+        self._totals = Counter(dict.fromkeys(_TOTALS, 0))
+        # By name, and by how the legs were sent.
+        self._seconds = defaultdict[tuple[str, str], float](float)
+        self._seconds |= {("prefill", ""): 0.0} | {("handover", str(legs)): 0.0 for legs in Legs}
+        self._timed = Counter[tuple[str, str]]()
 
     def open(self, path: str, *, generates: bool = True) -> Record:
         """A request has come in. Its record must be closed. Those that are not divided are not followed."""
@@ -166,66 +167,44 @@ class Journal:
         self._open -= 1
         if not self._open:
             self._none_open.set()
-        self._statuses[record.status] += 1
-        self._broken_off += record.broken_off
-        if record.undivided:
-            self._undivided[record.undivided] += 1
-        if record.choice is not None and not record.choice.alone:
-            self._detours[record.choice.reason] += 1
-        if record.legs:
-            self._legs[record.legs] += 1
-        self._prefill_retries += record.prefill_retries
-        self._moves.update(record.moves)
-        self._first_tokens += record.first_token
-        self._first_tokens_differ += record.first_token_differs
-        if record.prefill_s is not None:
-            self._prefills += 1
-            self._prefill_s += record.prefill_s
-        if record.first_byte_s is not None:
-            self._first_bytes[record.legs or _ALONE] += 1
-            self._first_byte_s[record.legs or _ALONE] += record.first_byte_s
-        if (handover_s := record.handover_s) is not None:
-            self._handovers[record.legs] += 1
-            self._handover_s[record.legs] += handover_s
+        detour = record.choice.reason if record.choice is not None and not record.choice.alone else ""
+        values = (str(record.status), record.undivided, detour, record.legs)
+        for name, value in zip(_COUNTERS, values, strict=False):
+            if value:
+                self._counts[name][value] += 1
+        self._counts["moved"].update(record.moves)
+        numbers = (record.prefill_retries, record.first_token, record.first_token_differs, record.broken_off)
+        self._totals.update(dict(zip(_TOTALS, numbers, strict=True)))
+        legs = record.legs or _ALONE
+        for key, seconds in (
+            (("prefill", ""), record.prefill_s),
+            (("decode_first_byte", legs), record.first_byte_s),
+            (("handover", legs), record.handover_s),
+        ):
+            if seconds is not None:
+                self._seconds[key] += seconds
+                self._timed[key] += 1
         bad = record.broken_off or record.status >= 500
         logger.log(logging.WARNING if bad else logging.INFO, "%s", record.line())
 
     def exposition(self, in_flight: Iterable[tuple[str, str, int]]) -> str:
         """All counters in Prometheus' text format; ``in_flight`` is (leg, URL, requests) of every server."""
-        lines = ["# TYPE pd_proxy_requests_total counter"]
-        lines += [
-            f'pd_proxy_requests_total{{status="{status}"}} {count}' for status, count in sorted(self._statuses.items())
-        ]
-        for name, reasons in (("not_disaggregated", self._undivided), ("detours", self._detours)):
+        lines = []
+        for name, label in _COUNTERS.items():
             lines.append(f"# TYPE pd_proxy_{name}_total counter")
-            lines += [f'pd_proxy_{name}_total{{reason="{why}"}} {count}' for why, count in sorted(reasons.items())]
-        lines.append("# TYPE pd_proxy_legs_total counter")
-        lines += [f'pd_proxy_legs_total{{legs="{legs}"}} {count}' for legs, count in sorted(self._legs.items())]
-        lines.append("# TYPE pd_proxy_moved_total counter")
-        lines += [f'pd_proxy_moved_total{{result="{result}"}} {count}' for result, count in self._moves.items()]
-        for name, count in (
-            ("prefill_retries", self._prefill_retries),
-            ("first_tokens_from_prefill", self._first_tokens),
-            ("first_tokens_different", self._first_tokens_differ),
-            ("broken_off", self._broken_off),
-        ):
+            counts = sorted(self._counts[name].items())
+            lines += [f'pd_proxy_{name}_total{{{label}="{value}"}} {count}' for value, count in counts]
+        for name, count in self._totals.items():
             lines += [f"# TYPE pd_proxy_{name}_total counter", f"pd_proxy_{name}_total {count}"]
-        lines += ["# TYPE pd_proxy_prefill_seconds summary", f"pd_proxy_prefill_seconds_sum {self._prefill_s:.6f}"]
-        lines += [f"pd_proxy_prefill_seconds_count {self._prefills}"]
-        lines += _summary("decode_first_byte", self._first_byte_s, self._first_bytes)
-        lines += _summary("handover", self._handover_s, self._handovers)
+        for name in ("prefill", "decode_first_byte", "handover"):
+            lines.append(f"# TYPE pd_proxy_{name}_seconds summary")
+            for (_, legs), total in sorted(item for item in self._seconds.items() if item[0][0] == name):
+                label = f'{{legs="{legs}"}}' if legs else ""
+                lines.append(f"pd_proxy_{name}_seconds_sum{label} {total:.6f}")
+                lines.append(f"pd_proxy_{name}_seconds_count{label} {self._timed[name, legs]}")
         lines.append("# TYPE pd_proxy_in_flight gauge")
         lines += [f'pd_proxy_in_flight{{leg="{leg}",url="{url}"}} {count}' for leg, url, count in in_flight]
         return "\n".join(lines) + "\n"
-
-
-def _summary(name: str, sums: Mapping[str, float], counts: Mapping[str, int]) -> list[str]:
-    """Return the lines of durations by how the legs were sent."""
-    lines = [f"# TYPE pd_proxy_{name}_seconds summary"]
-    for legs, total in sorted(sums.items()):
-        lines.append(f'pd_proxy_{name}_seconds_sum{{legs="{legs}"}} {total:.6f}')
-        lines.append(f'pd_proxy_{name}_seconds_count{{legs="{legs}"}} {counts.get(legs, 0)}')
-    return lines
 
 
 def _milliseconds(seconds: float | None) -> str:
