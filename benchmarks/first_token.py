@@ -55,7 +55,7 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--megabytes", type=int, default=256, help="of P's and of D's KV cache")
     arguments = parser.parse_args(words)
-    proxies = {FROM_P: ("--first-token", "prefill"), FROM_D: ()}
+    proxies = {FROM_P: ("--first-token", "prefill"), FROM_D: ("--first-token", "decode")}
     with started(arguments.megabytes, proxies) as urls, httpx.Client(
         timeout=REQUEST_TIMEOUT_S, limits=CONNECTIONS, trust_env=False
     ) as http:  # fmt: skip

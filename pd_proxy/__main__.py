@@ -127,7 +127,7 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[Settings, Server]:
             prefill_from=options.prefill_from,
             relay=tuple(options.relay),
             draining=options.draining,
-            draining_moves_chats=options.draining_moves_chats,
+            plain_chats=options.plain_chats,
             connect_timeout_s=options.connect_timeout,
             request_timeout_s=options.request_timeout,
             status_page=options.status_page,
@@ -208,7 +208,7 @@ def _parser() -> argparse.ArgumentParser:
         choices=list(FirstTokenFrom),
         default=defaults.first_token,
         help="prefill: streams of greedy text completions begin with the prefill server's own token, as soon as it "
-        "has answered, and the decode server goes on behind it. decode: the whole answer is the decode server's "
+        "has answered, and a decode server goes on behind it. decode: the whole answer is decode servers' "
         "(default %(default)s)",
     )
     parser.add_argument(
@@ -243,10 +243,11 @@ def _parser() -> argparse.ArgumentParser:
         "requests, and decode servers hand over those under way: text completions go on at another one (default: none)",
     )
     parser.add_argument(
-        "--draining-moves-chats",
+        "--plain-chats",
         action="store_true",
-        help="with --draining, chats go on, too. Only where no decode server has a --tool-call-parser or "
-        "--reasoning-parser: these may hold text back, which would be lost (default: chats end where they are)",
+        help="chats are served as text completions are: they may begin with the prefill server's token, and go on "
+        "with --draining. Only where no server has a --tool-call-parser or --reasoning-parser: these may hold text "
+        "back, which would be lost (default: a chat's answer is that of one decode server)",
     )
     parser.add_argument(
         "--api-key",

@@ -26,7 +26,7 @@ from pd_proxy.journal import Journal
 from pd_proxy.recent import Recent
 from pd_proxy.relay import RELAYED, STORED, Relay
 from pd_proxy.servers import Leg, Servers
-from pd_proxy.settings import Settings, WithoutPrefill
+from pd_proxy.settings import FirstTokenFrom, Settings, WithoutPrefill
 from pd_proxy.spans import Tracing
 from pd_proxy.status import StatusPage
 from pd_proxy.upstream import Upstream
@@ -49,6 +49,7 @@ def create_app(settings: Settings) -> Starlette:
     status = [] if recent is None else StatusPage((prefill, decode), control, recent).routes
 
     def generation(api: Api) -> Route:
+        plain = api is not apis.CHAT or settings.plain_chats
         upstream = Upstream(
             api,
             prefill,
@@ -56,13 +57,11 @@ def create_app(settings: Settings) -> Starlette:
             control,
             breaker,
             legs=settings.legs,
-            first_token=settings.first_token,
+            first_token=settings.first_token if plain else FirstTokenFrom.DECODE,
             without_prefill=settings.without_prefill,
             detour=detour,
             api_key=settings.api_key,
-            moves=draining is not None
-            and len(settings.decode) > 1
-            and (api is not apis.CHAT or settings.draining_moves_chats),
+            moves=plain and draining is not None and len(settings.decode) > 1,
         )
         return Route(api.path, Generation(upstream, journal, tracing, settings.max_body_bytes), methods=["POST"])
 

@@ -16,6 +16,7 @@ from pd_proxy.apis import COMPLETIONS, KEPT, Body
 from pd_proxy.decode import run_decode
 from pd_proxy.detour import PromptSize
 from pd_proxy.error_answers import ErrorShape, LegFailed, LegRefused, RequestError, let_go_of_bodies
+from pd_proxy.first_token import may_begin
 from pd_proxy.http_client import Client, json_object, read_content, while_connected
 from pd_proxy.journal import CLIENT_LEFT, Journal
 from pd_proxy.legs import TwoLegs
@@ -111,8 +112,7 @@ class Generation(Exchange):
         super().__init__(upstream.api.path, upstream.api.errors, journal, tracing, max_body_bytes)
         self._upstream = upstream
         # In turn: of legs that go at once, P's failure counts only while the client has got nothing.
-        decode = FirstTokenFrom.DECODE
-        self._of_rests = replace(upstream, api=COMPLETIONS, legs=Legs.IN_TURN, first_token=decode)
+        self._of_rests = replace(upstream, api=COMPLETIONS, legs=Legs.IN_TURN)
 
     async def _serve(self, request: Request, client: Client, content: bytes) -> None:
         record, body = client.record, json_object(content)
@@ -127,7 +127,12 @@ class Generation(Exchange):
         api = self._upstream.api
         written = Written(api, body) if self._upstream.moves and may_move(api, body) else None
         if reason is None:
-            await TwoLegs(self._upstream, body, client, written).serve()
+            begins = self._upstream.first_token == FirstTokenFrom.PREFILL and may_begin(api, body)
+            begun = Written(api, body) if begins else None
+            await TwoLegs(self._upstream, body, client, written, begun).serve()
+            if begun is not None and begun.is_due:
+                written = begun
+                await self._move(client, begun, failed=record.decode_url)
         else:
             await self._alone(body, client, reason, written)
         while written is not None and written.is_due:
@@ -137,8 +142,13 @@ class Generation(Exchange):
             first_token_s = record.first_token_s if reason or record.legs else None
             detour.learn(size, record.prompt_tokens, alone=reason is not None, first_token_s=first_token_s)
 
-    async def _move(self, client: Client, written: Written) -> None:
+    async def _move(self, client: Client, written: Written, failed: str = "") -> None:
         """Have another decode server go on with an answer.
+
+        Args:
+            client: who has the beginning.
+            written: that beginning.
+            failed: the URL of the server that failed. Only one more gets the request: it may be what kills them.
 
         Raises:
             LegFailed: none could.
@@ -146,7 +156,7 @@ class Generation(Exchange):
         record = client.record
         client.record = record.begin_rest()
         try:
-            await self._serve_rest(client, written)
+            await self._serve_rest(client, written, failed)
         except LegFailed:
             record.moves["failed"] += 1
             raise
@@ -154,17 +164,18 @@ class Generation(Exchange):
             client.record = record
         record.moves["continued"] += 1
 
-    async def _serve_rest(self, client: Client, written: Written) -> None:
+    async def _serve_rest(self, client: Client, written: Written, failed: str) -> None:
         """Serve the rest of an answer: with both legs or, if that fails, by a decode server alone."""
         try:
-            await TwoLegs(self._of_rests, written.rest(), client, written).serve()
+            await TwoLegs(self._of_rests, written.rest(), client, written, failed=failed).serve()
         except (LegFailed, LegRefused) as failure:
             let_go_of_bodies(failure)
-            if not written.can_go_on:
+            tried = client.record.decode_url
+            if not written.can_go_on or (failed and tried):
                 raise
             logger.warning("%s, for the rest of request %s: once more", failure, client.record.identity)
             rest = decode_body(COMPLETIONS, written.rest(), None)
-            await run_decode(self._of_rests, client, rest, written=written, failed=client.record.decode_url)
+            await run_decode(self._of_rests, client, rest, written=written, failed=tried or failed)
 
     async def _alone(self, body: Body, client: Client, reason: str, written: Written | None) -> None:
         """Have a decode server serve the whole request."""

@@ -2,105 +2,42 @@
 
 P samples a token to end its leg, which is thrown away otherwise. D computes the last prompt token itself and samples
 the same one, if sampling is greedy and nothing but the prompt shapes it. So P's token is sent to the client at once,
-and the same text is taken off the beginning of what D answers. It is compared: where D begins differently, the answer
-is broken off. That cannot be excluded altogether: where two tokens are almost equally likely, kernels that add up in
-another order may rank them differently on P and D.
+and the same text is taken off the beginning of what D answers. It is compared, because where two tokens are almost
+equally likely, kernels that add up in another order may rank them differently on P and D. Where D begins differently or
+fails, the answer moves: the next D goes on behind P's token, by its id.
 
-``may_begin`` knows the requests for which P's token is D's. All others are left alone, among them all chats: how a
-chat's first token is shown depends on the server's reasoning and tool parsers, which treat whole answers, as P gives
-them, differently from streams.
+``may_begin`` knows the requests for which P's token is D's. All others are left alone. How a chat's first token is
+shown depends on the server's reasoning and tool parsers, which treat whole answers, as P gives them, differently from
+streams: so chats begin so only where the operator says that no server has one (``Settings.plain_chats``).
 """
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator
 from http import HTTPStatus
-from typing import Any
 
-from pd_proxy.apis import Body
+from pd_proxy.apis import Api, Body
 from pd_proxy.error_answers import LegFailed
 from pd_proxy.headers import event_stream
 from pd_proxy.http_client import Client
-
-#: Which cannot change what is sampled greedily, or how it is shown, whatever their values: vLLM then ignores ``top_p``
-#: and its like.
-HARMLESS = frozenset(
-    {
-        "model",
-        "prompt",
-        "stream",
-        "max_tokens",
-        "ignore_eos",
-        "seed",
-        "top_p",
-        "top_k",
-        "min_p",
-        "temperature",
-        "add_special_tokens",
-        "truncate_prompt_tokens",
-        "truncation_side",
-        "cache_salt",
-        "user",
-        "request_id",
-        "session_id",
-        "priority",
-        "stream_options",
-        "kv_transfer_params",
-    }
-)
-#: Which shape the first token or could end the text with it, and their values that do neither.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "echo": (False,),
-    "suffix": ("",),
-    "stop": ([], ""),
-    "stop_token_ids": ([],),
-    "include_stop_str_in_output": (False, True),
-    "min_tokens": (0,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "length_penalty": (0, 1),
-    "logit_bias": ({},),
-    "bad_words": ([],),
-    "use_beam_search": (False,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-}
+from pd_proxy.moves import Written, event_of, is_greedy, may_move
 
 
-def may_begin(body: Body) -> bool:
-    """Return whether P's token is the first of D's answer, by what the client asked for in a completion."""
-    temperature, limit = body.get("temperature"), body.get("max_tokens")
-    if isinstance(temperature, bool) or temperature not in (0, 0.0):
-        return False  # not greedy, or as the server's own default says
-    if limit is not None and (not isinstance(limit, int) or limit < 2):
-        return False  # D would have nothing to add, or refuses
-    return is_plain(body, HARMLESS, NEUTRAL)
-
-
-def is_plain(body: Body, harmless: Collection[str], neutral: Mapping[str, tuple[Any, ...]]) -> bool:
-    """Return whether a request is for a stream, has parameters of these names and values alone, and counts at the end.
-
-    Args:
-        body: of the client.
-        harmless: names whose values do not matter.
-        neutral: the values that do not matter, by name.
-    """
-    options = body.get("stream_options") or {}
-    if body.get("stream") is not True or not isinstance(options, dict) or options.get("continuous_usage_stats"):
-        return False
-    return all(name in harmless or value is None or value in neutral.get(name, ()) for name, value in body.items())
+def may_begin(api: Api, body: Body) -> bool:
+    """Return whether P's token is the first of D's answer, by what the client asked for."""
+    limits = [body.get(limit) for limit in ("max_tokens", "max_completion_tokens")]
+    # With one token, D would have nothing to add.
+    return is_greedy(body) and may_move(api, body) and all(limit is None or limit > 1 for limit in limits)
 
 
 class FirstToken:
     """The first token of one answer, from P's answer to the client, and D's stream behind it."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, begun: Written) -> None:
+        """``begun``: the answer with this token and no other, for the decode server that goes on if the first fails."""
         self._client = client
+        self.begun = begun
+        self.is_followed = False  # the client may have something of D's
         self._text = ""
         self._sent = asyncio.Event()
 
@@ -110,21 +47,14 @@ class FirstToken:
         A token may have no text yet: it is a part of a character. That is left to D. So is a prompt of which P has left
         the last token to D: its answer's token is none of the text.
         """
-        try:
-            text = answer["choices"][0]["text"]
-        except (KeyError, IndexError, TypeError):
+        if self._client.started or answer["kv_transfer_params"].get("prompt_is_cut"):
             return
-        params = answer.get("kv_transfer_params")
-        if isinstance(params, dict) and params.get("prompt_is_cut"):
+        self._text, events = self.begun.begun(answer)
+        if not self._text:
             return
-        if self._client.started or not isinstance(text, str) or not text:
-            return
-        event = {name: answer.get(name) for name in ("id", "object", "created", "model")}
-        event["choices"] = [{"index": 0, "text": text, "logprobs": None, "finish_reason": None, "stop_reason": None}]
-        self._text = text
         self._client.record.first_token = True
         await self._client.start(HTTPStatus.OK, event_stream(self._client.record.identity))
-        await self._client.send_piece(event_of(event))
+        await self._client.send_piece(events)
         self._sent.set()
 
     async def is_sent(self) -> bool:
@@ -147,8 +77,10 @@ class FirstToken:
                 raw, _, buffered = buffered.partition(b"\n\n")
                 missing, rest = self._without(url, missing, raw)
                 if rest:
+                    self.is_followed = True
                     yield rest
             if not missing and buffered:
+                self.is_followed = True
                 yield buffered
                 buffered = b""
         if missing or buffered:
@@ -161,22 +93,18 @@ class FirstToken:
             if "error" in event:
                 raise LegFailed(HTTPStatus.BAD_GATEWAY, "decode", url, "failed", f"{event['error']!r:.500}")
             choice = event["choices"][0]
-            text, ends = choice["text"], choice["finish_reason"] is not None
+            shown, name = (choice["delta"], "content") if "delta" in choice else (choice, "text")
+            text, ends = shown[name], choice["finish_reason"] is not None
         except (ValueError, KeyError, IndexError, TypeError):  # the end, or nothing that vLLM sends
             raise self._differs(url, raw) from None
         taken = min(len(missing), len(text))
         if missing[:taken] != text[:taken] or (ends and taken < len(missing)):
             raise self._differs(url, raw)
-        choice["text"] = text[taken:]
-        return missing[taken:], event_of(event) if choice["text"] or ends else b""
+        shown[name] = text[taken:]
+        return missing[taken:], event_of(event) if shown[name] or ends else b""
 
     def _differs(self, url: str, raw: bytes) -> LegFailed:
         shown = raw[:300].decode("utf-8", "replace")
         self._client.record.first_token_differs = True
         what = "does not begin with the prefill server's token"
         return LegFailed(HTTPStatus.BAD_GATEWAY, "decode", url, what, f"{self._text!r}: {shown}")
-
-
-def event_of(content: object) -> bytes:
-    """Return an event of a stream, as vLLM writes it."""
-    return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

@@ -44,7 +44,7 @@ class Record:
         self.rest: Record | None = None  # of what the last decode server wrote to which the answer has moved
         self.moves: Counter[str] = Counter()  # by how the rest went on
         self.first_token = False  # whether the answer began with P's
-        self.first_token_differs = False  # D's was another one, so that the answer was broken off
+        self.first_token_differs = False  # D's was another one, so that the answer moved
         self.prompt_tokens: int | None = None  # by the prefill server's usage
         self.undivided = ""  # why there was no prefill leg
         self.choice: Choice | None = None  # of ``Detour``, if that was asked

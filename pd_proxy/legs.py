@@ -24,17 +24,17 @@ from http import HTTPStatus
 import anyio
 from starlette.requests import ClientDisconnect
 
-from pd_proxy.apis import COMPLETIONS, Body
+from pd_proxy.apis import Body
 from pd_proxy.control import Address
 from pd_proxy.decode import at_once, run_decode
 from pd_proxy.error_answers import LegFailed, LegRefused, NothingHandedOver, Retry, let_go_of_bodies
-from pd_proxy.first_token import FirstToken, may_begin
+from pd_proxy.first_token import FirstToken
 from pd_proxy.http_client import Client
 from pd_proxy.moves import Written
 from pd_proxy.parameters import decode_body, following
 from pd_proxy.prefill import run_prefill
 from pd_proxy.servers import Server
-from pd_proxy.settings import FirstTokenFrom, Legs, WithoutPrefill
+from pd_proxy.settings import Legs, WithoutPrefill
 from pd_proxy.upstream import Upstream
 from pd_proxy.usage import Details, PromptDetails
 
@@ -70,14 +70,32 @@ class _Prefill:
 class TwoLegs:
     """One client's request and both its legs."""
 
-    def __init__(self, upstream: Upstream, body: Body, client: Client, written: Written | None = None) -> None:
+    def __init__(
+        self,
+        upstream: Upstream,
+        body: Body,
+        client: Client,
+        written: Written | None = None,
+        begun: Written | None = None,
+        failed: str = "",
+    ) -> None:
+        """Prepare; nothing is sent.
+
+        Args:
+            upstream: the servers.
+            body: of the client.
+            client: who asks.
+            written: of an answer that may move.
+            begun: of an answer that may begin with P's token; afterwards, it says whether it is to move behind that.
+            failed: the URL of the decode server that has just failed the request.
+        """
         self._upstream = upstream
         self._body = body
         self._client = client
         self._record = client.record
         self._written = written
-        wanted = upstream.first_token == FirstTokenFrom.PREFILL and upstream.api is COMPLETIONS and may_begin(body)
-        self._first_token = FirstToken(client) if wanted else None
+        self._first_token = None if begun is None else FirstToken(client, begun)
+        self._failed = failed
 
     async def serve(self) -> None:
         """Serve the request to its end.
@@ -218,15 +236,20 @@ class TwoLegs:
     async def _run_decode(
         self, body: Body, details: Details | None, may_answer: Callable[[int], Awaitable[None]] = at_once
     ) -> None:
-        await run_decode(
-            self._upstream,
-            self._client,
-            body,
-            may_answer=may_answer,
-            first_token=self._first_token,
-            details=details,
-            written=self._written,
-        )
+        first = self._first_token
+        try:
+            await run_decode(
+                self._upstream, self._client, body, may_answer=may_answer, first_token=first, details=details,
+                written=self._written, failed=self._failed,
+            )  # fmt: skip
+        except LegFailed as failure:
+            if first is None or not await first.is_sent() or first.is_followed:
+                raise
+            let_go_of_bodies(failure)
+            logger.warning("%s, behind a prefill server's token: the request goes on from there", failure)
+            self._record.problem = ""
+            first.begun.details(details)
+            first.begun.is_due = True
 
     def _after_news_of(self, prefill: _Prefill, server: Server, address: Address) -> Callable[[int], Awaitable[None]]:
         breaker = self._upstream.breaker

@@ -1,4 +1,4 @@
-"""An answer that moves: its decode server is to be restarted, and another one goes on with the text. No I/O.
+"""An answer that moves: its decode server is to be restarted, or fails, and another one goes on with the text. No I/O.
 
 The rest of an answer is a text completion whose prompt is the first server's prompt and the tokens so far, by their
 ids. So D is asked for ids beside the text (``return_token_ids``); the client does not see them. The new request takes
@@ -9,7 +9,7 @@ wrote it, and nothing that the client has is written again.
 chat is one as long as each of its tokens comes as content. Where a parser on D has taken something out (reasoning,
 say), the next D could not know where the parser stands, so that the answer ends where it is. A parser may also hold
 back a part of a token, even if a request has no tools, and no event tells: so chats move only where the operator says
-that no D has a parser (``Settings.draining_moves_chats``). Text completions pass no parser: each token's text is whole.
+that no server has a parser (``Settings.plain_chats``). Text completions pass no parser: each token's text is whole.
 
 Answers move behind an event of one token with a text. Then the client has all of this token, and the next server begins
 with a whole character. Half a character has no text yet, and an answer waits for the other half: tokens that are given
@@ -19,18 +19,42 @@ several tokens, the last may be such a half.
 
 import json
 from array import array
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from http import HTTPStatus
 from typing import Any
 
 from pd_proxy.apis import CHAT, COMPLETIONS, Api, Body
 from pd_proxy.error_answers import EVENT_END, LegFailed
-from pd_proxy.first_token import HARMLESS, NEUTRAL, event_of, is_plain
 from pd_proxy.usage import Details, PromptDetails
 
-#: Which make the prompt, or count from its end: the rest of an answer has its own.
+#: Which change nothing by a token's place in the output, whatever their values. The first ones make the prompt, or
+#: count from its end: the rest of an answer has its own.
 _OF_THE_BEGINNING = {"prompt", "max_tokens", "seed", "add_special_tokens", "truncate_prompt_tokens", "truncation_side"}
-_HARMLESS = HARMLESS - {"seed"}
+_OF_EACH_TOKEN = {"model", "stream", "stream_options", "ignore_eos", "temperature", "top_p", "top_k", "min_p"}
+_OF_REQUESTS = {"cache_salt", "user", "request_id", "session_id", "priority", "kv_transfer_params"}
+_HARMLESS = _OF_THE_BEGINNING | _OF_EACH_TOKEN | _OF_REQUESTS
+#: Which do, or could end the text, and their values that do neither.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "stop": ([], ""),
+    "stop_token_ids": ([],),
+    "include_stop_str_in_output": (False, True),
+    "min_tokens": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (0, 1),
+    "logit_bias": ({},),
+    "bad_words": ([],),
+    "use_beam_search": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+}
 _OF_TEMPLATES = {"messages", "chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"}
 _OF_CHATS = _OF_TEMPLATES | {"documents", "reasoning_effort", "max_completion_tokens", "metadata", "store"}
 _NEUTRAL_IN_CHATS: dict[str, tuple[Any, ...]] = {
@@ -41,6 +65,8 @@ _NEUTRAL_IN_CHATS: dict[str, tuple[Any, ...]] = {
     "include_reasoning": (True,),
     "response_format": ({"type": "text"},),
 }
+#: Members that are the same in all events of an answer.
+_HEAD = ("id", "object", "created", "model")
 #: vLLM's own, of a text completion that says nothing.
 _FEW_TOKENS = 16
 
@@ -49,12 +75,34 @@ def may_move(api: Api, body: Body) -> bool:
     """Return whether another decode server can go on with an answer, by what the client asked for."""
     if any(type(body.get(limit)) not in (int, type(None)) for limit in ("max_tokens", "max_completion_tokens")):
         return False  # vLLM takes numbers in other forms, too
+    if body.get("seed") is not None and not is_greedy(body):
+        return False
     if api is COMPLETIONS:
-        return api.undivided(body) is None and is_plain(body, _HARMLESS, NEUTRAL)
-    if api is not CHAT or not is_plain(body, _HARMLESS | _OF_CHATS, NEUTRAL | _NEUTRAL_IN_CHATS):
+        return api.undivided(body) is None and _is_plain(body, _HARMLESS, _NEUTRAL)
+    if api is not CHAT or not _is_plain(body, _HARMLESS | _OF_CHATS, _NEUTRAL | _NEUTRAL_IN_CHATS):
         return False
     messages = body.get("messages")
     return isinstance(messages, list) and all(map(_is_text, messages))
+
+
+def is_greedy(body: Body) -> bool:
+    """Return whether the client says that nothing is drawn: each token is the most likely one."""
+    temperature = body.get("temperature")
+    return temperature == 0 and not isinstance(temperature, bool)
+
+
+def _is_plain(body: Body, harmless: Collection[str], neutral: Mapping[str, tuple[Any, ...]]) -> bool:
+    """Return whether a request is for a stream, has parameters of these names and values alone, and counts at the end.
+
+    Args:
+        body: of the client.
+        harmless: names whose values do not matter.
+        neutral: the values that do not matter, by name.
+    """
+    options = body.get("stream_options") or {}
+    if body.get("stream") is not True or not isinstance(options, dict) or options.get("continuous_usage_stats"):
+        return False
+    return all(name in harmless or value is None or value in neutral.get(name, ()) for name, value in body.items())
 
 
 class Written:
@@ -69,8 +117,32 @@ class Written:
         self._before = 0  # of them, by other servers than the last
         self._whole: int | None = None  # of them, those that the client has, if it has nothing of the next one
         self._is_open = True  # nothing has come that keeps another server from going on
-        self._head: Body = {}  # members that are the same in all events of an answer
+        self._head: Body = {}
         self._details: Details | None = None
+
+    def begun(self, answer: Body) -> tuple[str, bytes]:
+        """Note a prefill server's one token; return its text, and the events that a stream begins with.
+
+        Both are empty where another server could not go on behind it: it has no text, or is half a character.
+        """
+        try:
+            (choice,) = answer["choices"]
+            (token,) = choice["token_ids"]
+            prompt = array("I", choice.get("prompt_token_ids") or answer["prompt_token_ids"])
+            message = choice["message"] if self._is_chat else {"content": choice["text"]}
+            text = message["content"]
+            if not text or text.endswith("\ufffd"):
+                return "", b""
+        except (KeyError, ValueError, TypeError, AttributeError):  # nothing that vLLM answers who asks for ids
+            return "", b""
+        self._prompt, self._tokens, self._whole = prompt, array("I", [token]), 1
+        self._head = {name: answer.get(name) for name in _HEAD}
+        shown: list[Body] = [{"text": text}]
+        if self._is_chat:
+            self._head["object"] = "chat.completion.chunk"
+            shown = [{"delta": {"role": message.get("role"), "content": ""}}, {"delta": {"content": text}}]
+        nulls = dict.fromkeys(("logprobs", "finish_reason", "stop_reason")[: 2 if self._is_chat else 3])
+        return text, b"".join(event_of(self._head | {"choices": [{"index": 0} | one | nulls]}) for one in shown)
 
     @property
     def can_go_on(self) -> bool:
@@ -90,7 +162,7 @@ class Written:
         self._before, self.is_due = self._whole, False
         limit = self._body.get("max_tokens", None if self._is_chat else _FEW_TOKENS)
         limit = self._body.get("max_completion_tokens") or limit
-        kept = (HARMLESS | NEUTRAL.keys()) - _OF_THE_BEGINNING
+        kept = (_HARMLESS | _NEUTRAL.keys()) - _OF_THE_BEGINNING
         return {name: value for name, value in self._body.items() if name in kept} | {
             "prompt": [*self._prompt, *self._tokens],
             "max_tokens": None if limit is None else limit - self._before,  # None: as many as there is room for
@@ -138,7 +210,7 @@ class Written:
         except (ValueError, KeyError, TypeError, AttributeError):  # the end, an error, or nothing that vLLM sends
             self._is_open = False
             return raw + EVENT_END
-        self._head = self._head or {name: event.get(name) for name in ("id", "object", "created", "model")}
+        self._head = self._head or {name: event.get(name) for name in _HEAD}
         return event_of(event) if is_shown else b""
 
     def _note(self, event: Body, choice: Body) -> bool:
@@ -185,6 +257,11 @@ def _is_text(message: object) -> bool:
     if isinstance(content, list):
         return all(isinstance(part, dict) and part.get("type") == "text" for part in content)
     return content is None or isinstance(content, str)
+
+
+def event_of(content: object) -> bytes:
+    """Return an event of a stream, as vLLM writes it."""
+    return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 async def _unknown() -> PromptDetails:

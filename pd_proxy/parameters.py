@@ -123,7 +123,8 @@ def prefill_body(api: Api, body: Body, transfer_id: str | None = None, *, used: 
     sampling = {name: value for name, value in api.parameters(kept).items() if name not in removed} | forced
     named = {} if transfer_id is None else {"transfer_id": transfer_id}
     shaped = kept | {api.sampling: sampling} if api.sampling else sampling
-    return shaped | {"stream": False, _TRANSFER: REMOTE_DECODE | named}
+    ids = {"return_token_ids": True} if used else {}
+    return shaped | {"stream": False, _TRANSFER: REMOTE_DECODE | named} | ids
 
 
 def following(transfer_id: str, host: str, port: int) -> Body:

@@ -50,12 +50,12 @@ class Settings:
     prefill: tuple[str, ...]  # base URLs of the prefill servers, without /v1
     decode: tuple[str, ...]  # base URLs of the decode servers
     legs: Legs = Legs.TOGETHER
-    first_token: FirstTokenFrom = FirstTokenFrom.DECODE
+    first_token: FirstTokenFrom = FirstTokenFrom.PREFILL
     without_prefill: WithoutPrefill = WithoutPrefill.FAIL
     prefill_from: int | str = 0  # tokens of the shortest prompt that takes the detour over P, or AUTO
     relay: tuple[str, ...] = ()  # paths that go to a decode server as they are, beside those that the proxy knows
     draining: str | None = None  # file that names servers which are to be restarted, one URL a line
-    draining_moves_chats: bool = False  # no decode server has a parser of tools or reasoning, which may hold text back
+    plain_chats: bool = False  # no server has a parser of tools or reasoning, which may change or hold back text
     connect_timeout_s: float = 5.0  # longest wait for a TCP connection to a server
     request_timeout_s: float = 600.0  # longest silence of a server: to its answer, and between two pieces of it
     skip_s: float = 5.0  # how long a server that refused a connection is tried last

@@ -68,7 +68,7 @@ def test_the_text_is_what_it_would_have_been_and_p_pulls_what_was_written(
     servers: dict[str, Server], tmp_path: Path, figures: list[str], path: str
 ) -> None:
     file, decoders = tmp_path / "draining", [servers["D"], servers["D other"]]
-    arguments = ["--prefill", servers["P"].client.base_url, "--draining", str(file), "--draining-moves-chats"]
+    arguments = ["--prefill", servers["P"].client.base_url, "--draining", str(file), "--plain-chats"]
     for decoder in decoders:
         arguments += ["--decode", decoder.client.base_url]
     pulled: list[float] = []

@@ -153,7 +153,7 @@ class TestProxy:
 
     @pytest.mark.parametrize("legs", ["together", "in-turn"])
     def test_a_first_token_from_p_changes_nothing_but_when_it_comes(self, proxied: Proxied, legs: str) -> None:
-        plain, early = proxied("P", legs=legs), proxied("P", legs=legs, first_token="prefill")
+        plain, early = proxied("P", legs=legs, first_token="decode"), proxied("P", legs=legs)
         for tokens in (2, 33, 257, 700):
             for number in range(4):
                 prompt = make_prompt(tokens, ("first token", legs, number))

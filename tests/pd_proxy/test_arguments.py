@@ -27,9 +27,9 @@ def test_urls_may_end_in_a_slash_and_be_repeated() -> None:
     assert server == Server("127.0.0.1", 8000, 2)
     assert not settings.status_page
     assert parse(["--prefill", "http://a:1", *D, "--status-page"])[0].status_page
-    assert not settings.draining_moves_chats
-    draining, _ = parse(["--prefill", "http://a:1", *D, "--draining", "a/file", "--draining-moves-chats"])
-    assert (draining.draining, draining.draining_moves_chats) == ("a/file", True)
+    assert not settings.plain_chats
+    draining, _ = parse(["--prefill", "http://a:1", *D, "--draining", "a/file", "--plain-chats"])
+    assert (draining.draining, draining.plain_chats) == ("a/file", True)
 
 
 @pytest.mark.parametrize(
@@ -138,10 +138,10 @@ def test_legs_go_together_unless_told_otherwise(arguments: list[str], legs: str)
     assert parse(["--prefill", "http://p:1", *D, *arguments])[0].legs == legs
 
 
-def test_the_first_token_is_ds_unless_told_otherwise() -> None:
+def test_the_first_token_is_ps_unless_told_otherwise() -> None:
     servers = ["--prefill", "http://p:1", *D]
-    assert parse(servers)[0].first_token == "decode"
-    assert parse([*servers, "--first-token", "prefill"])[0].first_token == "prefill"
+    assert parse(servers)[0].first_token == "prefill"
+    assert parse([*servers, "--first-token", "decode"])[0].first_token == "decode"
 
 
 def test_without_prefill_servers_requests_fail_unless_told_otherwise() -> None:

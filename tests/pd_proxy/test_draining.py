@@ -109,10 +109,11 @@ def test_cached_tokens_are_those_of_the_clients_prompt(setup: ProxySetup, p: Fak
 
 def test_an_answer_that_began_with_ps_token_moves_too(setup: ProxySetup, p: FakeServer, file: Path) -> None:
     async def prefills(received: Received, wire: Wire) -> None:
-        await wire.json(200, {"id": "p", "choices": [{"text": " a"}], "kv_transfer_params": NAMED_TRANSFER})
+        choice = {"text": " a", "prompt_token_ids": PROMPT_IDS, "token_ids": [10]}
+        await wire.json(200, {"id": "p", "choices": [choice], "kv_transfer_params": NAMED_TRANSFER})
 
     first = Decoder("first", waits_at=1)
-    moving = Moving(setup, p, file, first, Decoder("second"), first_token="prefill")
+    moving = Moving(setup, p, file, first, Decoder("second"))
     p.script = prefills
     assert text_of(moving.drained(first, temperature=0)) == WHOLE
     assert moving.counted() == [("continued", "1"), ("failed", "0")]
@@ -124,7 +125,7 @@ def test_ids_are_asked_for_only_where_an_answer_may_move(setup: ProxySetup, p: F
     moving.answer(seed=7)
     alone = Moving(setup, p, file, Decoder("first"))
     alone.answer()
-    chats = Moving(setup, p, file, Decoder("first"), Decoder("second"), draining_moves_chats=False)
+    chats = Moving(setup, p, file, Decoder("first"), Decoder("second"), plain_chats=False)
     chats.answer(api=CHAT)
     assert not any("return_token_ids" in one.servers[0].bodies[0] for one in (moving, alone, chats))
 

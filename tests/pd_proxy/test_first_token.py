@@ -1,4 +1,4 @@
-"""P's own token as the beginning of the answer: for which requests, how D goes on, and what cannot be joined."""
+"""P's own token as the beginning of the answer: for which requests, how D goes on, and who does if it cannot."""
 
 import asyncio
 import json
@@ -8,46 +8,38 @@ from collections.abc import AsyncIterator, Callable, MutableMapping
 from typing import Any
 
 import anyio
-import httpx
 import pytest
+from starlette.types import Send
 
+from pd_proxy.apis import CHAT, COMPLETIONS
 from pd_proxy.error_answers import LegFailed
 from pd_proxy.first_token import FirstToken, may_begin
 from pd_proxy.http_client import Client
 from pd_proxy.journal import Record
-from tests.support.examples.fake_servers import (
-    NAMED_TRANSFER,
-    FakeServer,
-    Received,
-    Script,
-    Wire,
-    answers,
-    opened,
-    stalls,
+from pd_proxy.moves import Written
+from tests.support.examples.fake_servers import FakeServer, Received, Wire, answers, stalls
+from tests.support.examples.greedy import (
+    A_CHAT,
+    GREEDY,
+    GREEDY_STREAM,
+    USAGE_EVENT,
+    completes,
+    completion_event,
+    completion_text,
+    greedy_text,
+    prefilled,
+    prefills_as,
+    waits,
 )
 from tests.support.examples.harness import RawClient
+from tests.support.examples.moving import DONE
 from tests.support.examples.served_proxy import Proxy, ProxySetup
 from tests.support.waiting import until
 
-GREEDY: dict[str, Any] = {"prompt": "a", "stream": True, "temperature": 0, "max_tokens": 5}
 
-
-def event(text: str, finish_reason: str | None = None) -> bytes:
-    """One of D's, as vLLM writes it."""
-    choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": finish_reason, "stop_reason": None}
-    body = {"id": "cmpl-1", "object": "text_completion", "created": 8, "model": "tiny", "choices": [choice]}
-    return b"data: " + json.dumps(body, separators=(",", ":"), ensure_ascii=False).encode() + b"\n\n"
-
-
-USAGE = b'data: {"id":"cmpl-1","choices":[],"usage":{"prompt_tokens":1,"completion_tokens":3,"total_tokens":4}}\n\n'
-DONE = b"data: [DONE]\n\n"
-STREAM = event(" gr") + event("ün") + event(" dich", "length") + USAGE + DONE
-
-
-def text_of(stream: bytes) -> str:
-    """The text in all events of a stream."""
-    events = [json.loads(one[6:]) for one in stream.split(b"\n\n") if one and one != b"data: [DONE]"]
-    return "".join(choice["text"] for one in events for choice in one["choices"])
+def first_token(send: Send) -> FirstToken:
+    """That of a text completion."""
+    return FirstToken(Client({"type": "http", "headers": []}, send, Record("/")), Written(COMPLETIONS, GREEDY))
 
 
 # For which requests
@@ -69,7 +61,7 @@ def text_of(stream: bytes) -> str:
     ids=str,
 )
 def test_a_greedy_streamed_completion_may_begin_with_ps_token(changed: dict[str, Any]) -> None:
-    assert may_begin(GREEDY | changed)
+    assert may_begin(COMPLETIONS, GREEDY | changed)
 
 
 @pytest.mark.parametrize(
@@ -110,16 +102,25 @@ def test_a_greedy_streamed_completion_may_begin_with_ps_token(changed: dict[str,
 )
 def test_whatever_could_shape_or_end_it_keeps_it_with_d(changed: dict[str, Any]) -> None:
     allowed = changed == {"stream_options": []}  # as good as none
-    assert may_begin(GREEDY | changed) is allowed
+    assert may_begin(COMPLETIONS, GREEDY | changed) is allowed
 
 
-def test_chats_begin_with_d(setup: ProxySetup, p: FakeServer, d: FakeServer) -> None:
-    """Whatever P's answer looks like."""
-    p.script = answers(200, json.dumps({"choices": [{"text": " P"}], "kv_transfer_params": NAMED_TRANSFER}).encode())
-    proxy = setup.proxy([p], [d], first_token="prefill")
-    body = {"messages": [], "stream": True, "temperature": 0}
-    assert b" P" not in proxy.http.post("/v1/chat/completions", json=body).content
-    assert p.bodies[0]["ignore_eos"] is True
+@pytest.mark.parametrize(
+    ("changed", "may"),
+    [
+        ({}, True),
+        ({"max_completion_tokens": 2, "max_tokens": None}, True),
+        ({"max_completion_tokens": 1}, False),
+        ({"temperature": None}, False),
+        ({"tools": [{}]}, False),
+        ({"response_format": {"type": "json_object"}}, False),
+        ({"logprobs": True}, False),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, False),
+    ],
+    ids=str,
+)
+def test_so_may_a_greedy_chat_of_text_alone(changed: dict[str, Any], may: bool) -> None:
+    assert may_begin(CHAT, A_CHAT | changed) is may
 
 
 # How D goes on
@@ -136,8 +137,8 @@ def continued(first: str, *pieces: bytes) -> bytes:
             yield piece
 
     async def scenario() -> bytes:
-        token = FirstToken(Client({"type": "http", "headers": []}, nowhere, Record("/")))
-        await token.send({"choices": [{"text": first}]})
+        token = first_token(nowhere)
+        await token.send(prefilled(first))
         assert await token.is_sent()
         return b"".join([piece async for piece in token.continued("http://d", stream())])
 
@@ -145,7 +146,7 @@ def continued(first: str, *pieces: bytes) -> bytes:
 
 
 def test_an_event_with_that_text_alone_is_left_out_and_all_else_is_as_d_sent_it() -> None:
-    assert continued(" gr", STREAM) == STREAM.removeprefix(event(" gr"))
+    assert continued(" gr", GREEDY_STREAM) == GREEDY_STREAM.removeprefix(completion_event(" gr"))
 
 
 @pytest.mark.parametrize("is_cut", [False, True])
@@ -154,8 +155,8 @@ def test_a_token_behind_a_prompt_that_was_cut_is_none_of_the_text(is_cut: bool) 
         pass
 
     async def scenario() -> bool:
-        token = FirstToken(Client({"type": "http", "headers": []}, nowhere, Record("/")))
-        await token.send({"choices": [{"text": " gr"}], "kv_transfer_params": {"prompt_is_cut": is_cut}})
+        token = first_token(nowhere)
+        await token.send(prefilled(" gr", prompt_is_cut=is_cut))
         return await token.is_sent()
 
     assert asyncio.run(scenario()) is not is_cut
@@ -170,14 +171,14 @@ def test_d_goes_on_only_behind_it_though_the_client_is_slow_to_take_it() -> None
             await may_take.wait()
             order.append(message["type"])
 
-        token = FirstToken(Client({"type": "http", "headers": []}, slow, Record("/")))
+        token = first_token(slow)
 
         async def goes_on() -> None:
             assert await token.is_sent()
             order.append("D")
 
         async with anyio.create_task_group() as group:
-            group.start_soon(token.send, {"choices": [{"text": " gr"}]})
+            group.start_soon(token.send, prefilled(" gr"))
             await anyio.wait_all_tasks_blocked()
             group.start_soon(goes_on)
             await anyio.wait_all_tasks_blocked()
@@ -189,26 +190,42 @@ def test_d_goes_on_only_behind_it_though_the_client_is_slow_to_take_it() -> None
 
 @pytest.mark.parametrize("size", [1, 2, 7, 100])
 def test_it_does_not_matter_how_the_stream_is_cut(size: int) -> None:
-    pieces = [STREAM[start : start + size] for start in range(0, len(STREAM), size)]
-    assert continued(" gr", *pieces) == STREAM.removeprefix(event(" gr"))
+    pieces = [GREEDY_STREAM[start : start + size] for start in range(0, len(GREEDY_STREAM), size)]
+    assert continued(" gr", *pieces) == GREEDY_STREAM.removeprefix(completion_event(" gr"))
 
 
 def test_what_an_event_has_beyond_it_is_passed_on() -> None:
     """D's first event may have several tokens."""
-    assert text_of(continued(" gr", event(" grün dich"), event("!", "stop"), DONE)) == "ün dich!"
+    assert (
+        completion_text(continued(" gr", completion_event(" grün dich"), completion_event("!", "stop"), DONE))
+        == "ün dich!"
+    )
 
 
 def test_events_of_less_than_the_token_are_left_out_together() -> None:
-    assert continued(" gr", event(""), event(" "), event("g"), event("rün"), DONE) == event("ün") + DONE
+    assert (
+        continued(
+            " gr", completion_event(""), completion_event(" "), completion_event("g"), completion_event("rün"), DONE
+        )
+        == completion_event("ün") + DONE
+    )
 
 
 def test_the_end_is_passed_on_though_it_has_no_text_left() -> None:
-    assert continued(" gr", event(" gr", "stop"), DONE) == event("", "stop") + DONE
+    assert continued(" gr", completion_event(" gr", "stop"), DONE) == completion_event("", "stop") + DONE
 
 
 @pytest.mark.parametrize(
     "stream",
-    [event(" rot"), event(" g") + event("elb"), event(" g", "stop") + DONE, DONE, USAGE, b"", b"data: no JSON\n\n"],
+    [
+        completion_event(" rot"),
+        completion_event(" g") + completion_event("elb"),
+        completion_event(" g", "stop") + DONE,
+        DONE,
+        USAGE_EVENT,
+        b"",
+        b"data: no JSON\n\n",
+    ],
     ids=str,
 )
 def test_another_beginning_is_an_error(stream: bytes) -> None:
@@ -224,32 +241,6 @@ def test_an_error_of_d_is_told_as_such() -> None:
 # Through the proxy
 
 
-def prefills_as(text: str, finish_reason: str = "length") -> Script:
-    """A prefill server whose token has this text."""
-
-    async def script(_: Received, wire: Wire) -> None:
-        answer = {"id": "cmpl-1", "object": "text_completion", "created": 7, "model": "tiny"}
-        answer |= {"choices": [{"index": 0, "text": text, "finish_reason": finish_reason}]}
-        handed_over = {"kv_transfer_params": NAMED_TRANSFER} if finish_reason == "length" else {}
-        await wire.json(200, answer | handed_over)
-
-    return script
-
-
-async def decodes(_: Received, wire: Wire) -> None:
-    await wire.head()
-    await wire.chunk(STREAM)
-    await wire.end()
-
-
-def waits(gate: threading.Event, then: Script) -> Script:
-    async def script(received: Received, wire: Wire) -> None:
-        await opened(gate)
-        await then(received, wire)
-
-    return script
-
-
 @pytest.fixture
 def p(setup: ProxySetup) -> FakeServer:
     return setup.server(prefills_as(" gr"))
@@ -257,14 +248,14 @@ def p(setup: ProxySetup) -> FakeServer:
 
 @pytest.fixture
 def d(setup: ProxySetup) -> FakeServer:
-    return setup.server(decodes)
+    return setup.server(completes)
 
 
 @pytest.fixture(params=["in-turn", "together"])
 def proxy(setup: ProxySetup, p: FakeServer, d: FakeServer, request: pytest.FixtureRequest) -> Proxy:
     """A proxy whose next request goes in either way."""
-    proxy = setup.proxy([p], [d], legs=request.param, first_token="prefill")
-    assert ask(proxy) == " grün dich"
+    proxy = setup.proxy([p], [d], legs=request.param)
+    assert greedy_text(proxy) == " grün dich"
     for server in (p, d):
         server.received.clear()
     return proxy
@@ -277,38 +268,18 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[str], str]:
     return lambda part: until(lambda: next((line for line in caplog.messages if part in line), ""))
 
 
-def ask(proxy: Proxy, **changed: Any) -> str:
-    """The text of a whole stream."""
-    response = proxy.http.post("/v1/completions", json=GREEDY | changed)
-    assert response.status_code == 200
-    return text_of(response.content)
-
-
-def assert_broken_off(proxy: Proxy, d: FakeServer, script: Script) -> None:
-    """The client has P's token; what D then does ends its answer without an end."""
-    gate = threading.Event()
-    d.script = waits(gate, script)
-    with proxy.http.stream("POST", "/v1/completions", json=GREEDY) as response:
-        pieces = response.iter_raw()
-        assert text_of(next(pieces)) == " gr"
-        gate.set()
-        assert b'data: {"error":{"message":"a decode server ' in next(pieces)
-        with pytest.raises(httpx.RemoteProtocolError):
-            next(pieces)
-
-
 def test_the_client_has_ps_token_before_d_has_answered(
     proxy: Proxy, d: FakeServer, warnings: Callable[[str], str]
 ) -> None:
     gate = threading.Event()
-    d.script = waits(gate, decodes)
+    d.script = waits(gate, completes)
     with proxy.http.stream("POST", "/v1/completions", json=GREEDY, headers={"X-Request-Id": "my-id"}) as response:
         pieces = response.iter_raw()
         first = next(pieces)
         gate.set()
         rest = b"".join(pieces)
-    assert first == event(" gr").replace(b'"created":8', b'"created":7')  # else the same as without
-    assert rest == STREAM.removeprefix(event(" gr"))
+    assert first == completion_event(" gr").replace(b'"created":8', b'"created":7')  # else the same as without
+    assert rest == GREEDY_STREAM.removeprefix(completion_event(" gr"))
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
     assert response.headers["x-request-id"] == "my-id"
     assert " first_token=prefill" in warnings("id=my-id")
@@ -318,8 +289,8 @@ def test_the_client_has_ps_token_before_d_has_answered(
 def test_d_is_asked_for_the_whole_text_and_p_ends_it_where_the_client_would(
     proxy: Proxy, p: FakeServer, d: FakeServer
 ) -> None:
-    ask(proxy)
-    ask(proxy, ignore_eos=True)
+    greedy_text(proxy)
+    greedy_text(proxy, ignore_eos=True)
     until(lambda: len(p.bodies) == 2)  # an answer may be D's own, if that is faster
     assert [body.get("ignore_eos") for body in p.bodies] == [None, True]
     assert [body["max_tokens"] for body in d.bodies] == [5, 5]
@@ -329,21 +300,21 @@ def test_ps_token_is_sampled_by_what_the_client_says_and_not_by_what_the_model_h
     proxy: Proxy, p: FakeServer, d: FakeServer
 ) -> None:
     neutral = {"repetition_penalty": 1.0, "presence_penalty": 0, "frequency_penalty": 0, "skip_special_tokens": True}
-    ask(proxy, **neutral)
+    greedy_text(proxy, **neutral)
     until(lambda: p.bodies and d.bodies)  # an answer may be D's own, if that is faster
     assert neutral.items() <= p.bodies[0].items()
     assert neutral.items() <= d.bodies[0].items()
 
 
 def test_a_request_that_may_not_begin_so_is_ds_alone(proxy: Proxy, p: FakeServer, d: FakeServer) -> None:
-    assert ask(proxy, temperature=1) == " grün dich"
+    assert greedy_text(proxy, temperature=1) == " grün dich"
     assert p.bodies[0]["ignore_eos"] is True
     assert "pd_proxy_first_tokens_from_prefill_total 1" in proxy.http.get("/metrics").text
 
 
 def test_a_token_without_text_is_left_to_d(proxy: Proxy, p: FakeServer) -> None:
     p.script = prefills_as("")
-    assert ask(proxy) == " grün dich"
+    assert greedy_text(proxy) == " grün dich"
     assert "pd_proxy_first_tokens_from_prefill_total 1" in proxy.http.get("/metrics").text
 
 
@@ -356,35 +327,24 @@ def test_a_text_that_ends_with_its_first_token_is_ds_alone(
         if "kv_transfer_params" in received.body:
             await answers(500, b"the transfer has ended")(received, wire)
         else:
-            await wire.whole(200, event("", "stop") + DONE, {"Content-Type": "text/event-stream"})
+            await wire.whole(200, completion_event("", "stop") + DONE, {"Content-Type": "text/event-stream"})
 
     p.script, d.script = prefills_as("", "stop"), ends
-    assert proxy.http.post("/v1/completions", json=GREEDY).content == event("", "stop") + DONE
+    assert proxy.http.post("/v1/completions", json=GREEDY).content == completion_event("", "stop") + DONE
     assert "not disaggregated: the text ends with its first token" in warnings("not disaggregated")
 
 
-def test_another_token_of_d_breaks_the_answer_off_and_is_counted(
-    proxy: Proxy, d: FakeServer, warnings: Callable[[str], str]
-) -> None:
-    async def differs(_: Received, wire: Wire) -> None:
-        await wire.head()
-        await wire.chunk(event(" rot"))
-        await wire.end()
+def test_without_ids_the_whole_answer_is_ds(proxy: Proxy, p: FakeServer) -> None:
+    """No other D could go on behind the token."""
 
-    assert_broken_off(proxy, d, differs)
-    assert "does not begin with the prefill server's token: ' gr'" in warnings("problem:")
-    metrics = proxy.http.get("/metrics").text
-    assert "pd_proxy_first_tokens_different_total 1" in metrics
-    assert "pd_proxy_broken_off_total 1" in metrics
+    async def tells_none(received: Received, wire: Wire) -> None:
+        answer = prefilled(" gr")
+        del answer["choices"][0]["token_ids"]
+        await wire.json(200, answer)
 
-
-@pytest.mark.parametrize("script", [answers(500, b"no"), answers(400, b'{"error": {}}')], ids=["500", "400"])
-def test_an_error_of_d_behind_ps_token_breaks_the_answer_off(
-    proxy: Proxy, d: FakeServer, warnings: Callable[[str], str], script: Script
-) -> None:
-    assert_broken_off(proxy, d, script)
-    assert "answered with status" in warnings("problem:")
-    until(lambda: proxy.in_flight() == 0)
+    p.script = tells_none
+    assert greedy_text(proxy) == " grün dich"
+    assert "pd_proxy_first_tokens_from_prefill_total 1" in proxy.http.get("/metrics").text
 
 
 def test_a_client_that_leaves_behind_ps_token_takes_the_request_from_d(proxy: Proxy, d: FakeServer) -> None:

@@ -195,6 +195,7 @@ Examples (``examples/``):
     examples.minimal        the router in one file as a process, between two of them
     examples.served_proxy   the full proxy in front of such servers, in this process
     examples.moving         decode servers that go on with each other's answers, and a proxy that has them do so
+    examples.greedy         greedy streams, which begin with the prefill server's own token, as P and D write them
     examples.run_scripts    runs ``run_pd_*.sh``, and knows every process that they have started
     examples.manifests      the manifests for Kubernetes, and the questions that tests ask of them
 """

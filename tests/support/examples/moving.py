@@ -107,7 +107,7 @@ class Moving:
         self.p, self.file = p, file
         p.script = prefills_by_name
         servers = [setup.server(decodes) for _ in scripts]
-        options.setdefault("draining_moves_chats", True)
+        options.setdefault("plain_chats", True)
         self.proxy = setup.proxy([p], list(servers), draining=str(file), status_page=True, **options)
         assert self.proxy.complete().status_code == 200  # so that P's control address is known
         p.received.clear()
