@@ -36,8 +36,10 @@ RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("pd_connector", ("vllm",), ("pd_connector.vllm", "pd_connector.connector")),
     # layout is arithmetic: it moves no bytes and reads no memory.
     ("layout", ("torch", "ctypes", "mmap", "llvmlite", "zmq", "mooncake", "msgspec"), ()),
-    # Engine and control channel are siblings, and so are the two kinds of copies.
-    ("transfer.engine", ("transfer.control", "transfer.copies"), ()),
+    # Engine and control channel are siblings, and so are the two kinds of copies. Between processes of one host, a read
+    # is a copy.
+    ("transfer.engine", ("transfer.control",), ()),
+    ("transfer.engine", ("transfer.copies",), ("transfer.engine.cuda_ipc",)),
     ("transfer.control", ("transfer.engine", "transfer.copies"), ()),
     ("transfer.copies", ("transfer.engine", "transfer.control"), ()),
     ("transfer.copies.reshape", ("transfer.copies.batch",), ()),

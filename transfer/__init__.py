@@ -2,7 +2,7 @@
 
 Usable on its own, together with ``layout``. Public packages and modules, each importing only what it needs:
 
-    engine   one-sided reads from a peer's memory: the contract in ``interface``, Mooncake (TCP, RDMA, Ascend)
+    engine   one-sided reads from a peer's memory: the contract in ``interface``, Mooncake (TCP, RDMA, Ascend), CUDA IPC
     control  the protocol between decode and prefill engines (see ``messages``): ``server``, ``client``, ``keys``
     store    a pool of objects that engines share: the contract in ``interface``, Mooncake Store behind it
     copies   work on bytes in local memory: ``batch`` between host and device, ``reshape``, ``checksums``

@@ -12,16 +12,20 @@ import struct
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, cast
 
 import numpy as np
 
+from layout.geometry import Region
+from tests.support.devices.shared_devices import SharedDevices, bytes_at, mapped_again
 from tests.support.memory import Bytes
 from tests.support.waiting import WAIT_S
 from transfer.copies.batch.base import Direction
 from transfer.copies.batch.copier import ThreadedCopier
 from transfer.copies.batch.cuda import CudaRuntime
+from transfer.copies.batch.cuda_abi import IpcHandle
 from transfer.copies.batch.device import DeviceBackend
 from transfer.copies.batch.streams import DeviceStream
 
@@ -52,10 +56,11 @@ class FakeEvent:
 
     reached: threading.Event = field(default_factory=threading.Event)
     error: str = ""
+    driver: "FakeCuda | None" = None
 
     def query(self) -> bool:
-        if self.error:
-            raise RuntimeError(self.error)
+        if self.error or (self.driver is not None and self.driver.sticky):
+            raise RuntimeError(self.error or "CUDA error: unspecified launch failure")
         return self.reached.is_set()
 
     def synchronize(self) -> None:
@@ -88,13 +93,13 @@ class FakeStream(DeviceStream):
         self._asked.append(event.synchronize)
 
     def record_event(self) -> FakeEvent:
-        event = FakeEvent()
+        event = FakeEvent(driver=self._driver)
         self._asked.append(event.reached.set)
         return event
 
     def synchronize(self) -> None:
-        if self.lost:
-            raise RuntimeError(self.lost)
+        if self.lost or self._driver.sticky:
+            raise RuntimeError(self.lost or "CUDA error: unspecified launch failure")
         self.synchronized += 1
         end = self.record_event()
         self.handle()
@@ -116,7 +121,15 @@ class FakeStream(DeviceStream):
 class FakeCuda:
     """The driver. Its attributes ``cu...`` are C functions; the others are for tests."""
 
-    def __init__(self, *, has_batches: bool = True) -> None:
+    def __init__(self, *, has_batches: bool = True, devices: "SharedDevices | None" = None) -> None:
+        self.devices = devices or SharedDevices()  # of the host
+        self.uuid = bytes(range(16))  # of this process's GPU
+        self.sticky = SUCCESS  # else the error with which a kernel has ended this context
+        self.open_error = SUCCESS  # of handles of other processes
+        self.has_handles = True  # its own memory comes from cuMemAlloc
+        self.in_flight = 0  # copies
+        self.unmapped_in_use = 0  # times that memory was unmapped while copies were in flight
+        self.opened: dict[int, tuple[bytes, int]] = {}  # by address here: the handle, and how often it is open
         self.running = threading.Event()  # cleared: streams stand still
         self.running.set()
         self.threads: set[int] = set()  # those that have made the device current
@@ -135,6 +148,10 @@ class FakeCuda:
         """Memory of the device. Tests look into it when the streams stand still or are done."""
         self._device.append(np.zeros(size, np.uint8))
         return self._device[-1]
+
+    def adopt(self, region: Region) -> None:
+        """Take whole pages of this process for an allocation of the device, which other drivers can map."""
+        self._device.append(bytes_at(region.address, region.size))
 
     def pin(self, memory: Bytes) -> Bytes:
         self._pinned[memory.ctypes.data] = memory.nbytes
@@ -163,8 +180,8 @@ class FakeCuda:
         first = struct.unpack("=Q", ctypes.string_at(begins, 8))[0]
         failed = ctypes.c_uint64.from_address(fail_index)
         failed.value = NO_INDEX
-        if self.unsupported:
-            return UNSUPPORTED
+        if self.unsupported or self.sticky:
+            return self.sticky or UNSUPPORTED
         if threading.get_ident() not in self.threads:
             return INVALID_CONTEXT
         if not count or attribute_count != 1 or first != 0 or any(hints_and_flags) or stream not in self._streams:
@@ -194,7 +211,13 @@ class FakeCuda:
 
     def _submit(self, entry: Entry, stream: FakeStream, *, early: bool) -> None:
         data = ctypes.string_at(entry.origin, entry.size) if early else None
-        stream.push(lambda: ctypes.memmove(entry.to, data or entry.origin, entry.size))
+        self.in_flight += 1
+        stream.push(partial(self._move, entry, data))
+
+    def _move(self, entry: Entry, data: bytes | None) -> None:
+        if not self.sticky:
+            ctypes.memmove(entry.to, data or entry.origin, entry.size)
+        self.in_flight -= 1
 
     def _is_refused(self, i: int, entry: Entry) -> bool:
         on_device = [self._is_device(address, entry.size) for address in (entry.to, entry.origin)]
@@ -221,6 +244,55 @@ class FakeCuda:
 
     def _unregister(self, start: int) -> int:
         return SUCCESS if self._pinned.pop(start, None) else INVALID_VALUE
+
+    def _range(self, base: int, size: int, address: int) -> int:
+        found = [m for m in self._device if 0 <= address - m.ctypes.data < m.nbytes]
+        if not found:
+            return NOT_FOUND
+        ctypes.c_uint64.from_address(base).value = found[0].ctypes.data
+        ctypes.c_uint64.from_address(size).value = found[0].nbytes
+        return SUCCESS
+
+    def _get_handle(self, answer: int, base: int) -> int:
+        memory = [m for m in self._device if m.ctypes.data == base]
+        if not memory or not self.has_handles or base in self.opened:
+            return INVALID_VALUE
+        ctypes.memmove(answer, self.devices.handle(self, memory[0]), 64)
+        return SUCCESS
+
+    def _open_handle(self, answer: int, handle: IpcHandle, flags: int) -> int:
+        asked = bytes(handle.reserved)
+        owner, memory = self.devices.shared.get(asked, (None, None))
+        if self.open_error or threading.get_ident() not in self.threads or owner is self:
+            return self.open_error or INVALID_CONTEXT
+        if memory is None or flags != 1:
+            return INVALID_VALUE
+        here = next((at for at, (known, _) in self.opened.items() if known == asked), None)
+        if here is None:
+            self._device.append(mapped_again(memory))
+            here = self._device[-1].ctypes.data
+        self.opened[here] = asked, self.opened.get(here, (asked, 0))[1] + 1
+        ctypes.c_uint64.from_address(answer).value = here
+        return SUCCESS
+
+    def _close_handle(self, here: int) -> int:
+        if here not in self.opened or threading.get_ident() not in self.threads:
+            return INVALID_VALUE
+        handle, times = self.opened.pop(here)
+        if times > 1:
+            self.opened[here] = handle, times - 1
+            return SUCCESS
+        self.unmapped_in_use += bool(self.in_flight)
+        self._device = [m for m in self._device if m.ctypes.data != here]
+        return SUCCESS
+
+    def _current_device(self, answer: int) -> int:
+        ctypes.c_int.from_address(answer).value = 0
+        return SUCCESS if threading.get_ident() in self.threads else INVALID_CONTEXT
+
+    def _uuid(self, answer: int, _device: int) -> int:
+        ctypes.memmove(answer, self.uuid, 16)
+        return SUCCESS
 
     def _find(self, name: bytes, address: int, version: int, _flags: int, _found: int) -> int:
         if (name, version) != (b"cuMemcpyBatchAsync", 12080):
@@ -250,6 +322,12 @@ class FakeCuda:
         self.cuPointerGetAttribute = function([Word, Int, Word], self._attribute)
         self.cuMemHostRegister_v2 = function([Word, Word, ctypes.c_uint], self._register)
         self.cuMemHostUnregister = function([Word], self._unregister)
+        self.cuMemGetAddressRange_v2 = function([Word, Word, Word], self._range)
+        self.cuIpcGetMemHandle = function([Word, Word], self._get_handle)
+        self.cuIpcOpenMemHandle_v2 = function([Word, IpcHandle, ctypes.c_uint], self._open_handle)
+        self.cuIpcCloseMemHandle = function([Word], self._close_handle)
+        self.cuCtxGetDevice = function([Word], self._current_device)
+        self.cuDeviceGetUuid_v2 = function([Word, Int], self._uuid)
         self.cuGetErrorName = function([Int, Word], self._text(0))
         self.cuGetErrorString = function([Int, Word], self._text(1))
 

@@ -157,7 +157,8 @@ def test_adjacent_regions_are_registered_and_not_read_across(pair: EnginePair) -
 def test_a_peer_that_is_gone_cannot_be_opened(pair: EnginePair) -> None:
     address = pair.peer.address
     pair.peer.close()
-    with pytest.raises(ReadFailed, match=f"cannot reach the transfer engine at {address}") as failure:
+    name = address.partition("/")[0]  # what follows may be a secret
+    with pytest.raises(ReadFailed, match=f"cannot reach the transfer engine at {name}") as failure:
         pair.reader.open(address, [pair.source.region])
     assert failure.value.settled
 

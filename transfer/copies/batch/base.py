@@ -37,6 +37,12 @@ class Direction(Enum):
     HOST_TO_DEVICE = "host to device"
     DEVICE_TO_HOST = "device to host"
     DEVICE_TO_DEVICE = "device to device"
+    PEER_TO_DEVICE = "another process's device memory to device"
+
+    @property
+    def has_host_end(self) -> bool:
+        """Whether one end is host memory."""
+        return self in (Direction.HOST_TO_DEVICE, Direction.DEVICE_TO_HOST)
 
 
 class DeviceEvent(Protocol):

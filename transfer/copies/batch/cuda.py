@@ -14,15 +14,21 @@ import logging
 from typing import Any
 
 from layout.copies import Copies
+from layout.geometry import Region
 from transfer.copies.batch import cuda_abi as abi
 from transfer.copies.batch.base import CopierStartError, Direction
 from transfer.copies.batch.device import CopyRuntime, Explanation, Refusal
 from transfer.copies.batch.single import cuda_copies
+from transfer.errors import TransferError
 from transfer.memory import HostMemory, PinnedMemory
 
 logger = logging.getLogger(__name__)
 
 LIBRARY = "libcuda.so.1"
+
+
+class IpcRefused(TransferError):  # noqa: N818  named after the event
+    """The driver does not share memory between these processes; the message has its error and what that means."""
 
 
 class CudaRuntime(CopyRuntime):
@@ -99,11 +105,18 @@ class CudaRuntime(CopyRuntime):
 
     def is_pageable(self, address: int) -> bool:
         """See ``CopyRuntime``. The driver reports an address that it does not know as an invalid value."""
+        return self._kind_of(address)[0] == abi.INVALID_VALUE
+
+    def is_device(self, address: int) -> bool:
+        """Return whether ``address`` is memory of a device."""
+        return self._kind_of(address) == (abi.SUCCESS, abi.MEMORY_TYPE_DEVICE)
+
+    def _kind_of(self, address: int) -> tuple[int, int]:
         kind = ctypes.c_uint()
         code = self._functions["cuPointerGetAttribute"](
             ctypes.addressof(kind), abi.POINTER_ATTRIBUTE_MEMORY_TYPE, address
         )
-        return bool(code == abi.INVALID_VALUE)
+        return code, kind.value
 
     def explain(self, code: int) -> Explanation:
         """See ``CopyRuntime``. Returns the driver's own text, plus advice if there is any."""
@@ -139,6 +152,63 @@ class CudaRuntime(CopyRuntime):
         if code != abi.SUCCESS:
             error = self.explain(code)
             logger.warning("cuMemHostUnregister refused %#x: %d %s: %s", address, code, error.name, error.meaning)
+
+    def allocation(self, address: int) -> Region:
+        """Return the allocation in which ``address`` lies: what a handle stands for.
+
+        Raises:
+            IpcRefused: it is no device memory.
+        """
+        base, size = ctypes.c_uint64(), ctypes.c_size_t()
+        self._share("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), address)
+        return Region(base.value, size.value)
+
+    def handle(self, base: int) -> bytes:
+        """Return what lets another process of this host map the allocation that begins at ``base``.
+
+        Raises:
+            IpcRefused: the memory or the device cannot be shared.
+        """
+        handle = abi.IpcHandle()
+        self._share("cuIpcGetMemHandle", ctypes.byref(handle), base)
+        return bytes(handle.reserved)
+
+    def map_handle(self, handle: bytes) -> int:
+        """Map another process's allocation, and return where it begins here. Mapping it twice is an error of ours.
+
+        Raises:
+            IpcRefused: the driver does not open the handle.
+        """
+        base = ctypes.c_uint64()
+        given = abi.IpcHandle.from_buffer_copy(handle)
+        self._share("cuIpcOpenMemHandle_v2", ctypes.byref(base), given, abi.IPC_LAZY_ENABLE_PEER_ACCESS)
+        return base.value
+
+    def unmap(self, base: int) -> None:
+        """Give back what ``map_handle`` has returned: the other process's memory is free once all have.
+
+        Raises:
+            IpcRefused: the driver does not know it.
+        """
+        self._share("cuIpcCloseMemHandle", base)
+
+    def device_uuid(self) -> str:
+        """Return the name of the current device, which is the same in every process; of an instance under MIG.
+
+        Raises:
+            IpcRefused: no device is current.
+        """
+        device, uuid = ctypes.c_int(), ctypes.create_string_buffer(16)
+        self._share("cuCtxGetDevice", ctypes.byref(device))
+        self._share("cuDeviceGetUuid_v2", uuid, device)
+        return f"GPU-{uuid.raw.hex()}"
+
+    def _share(self, name: str, *arguments: Any) -> None:
+        code = self._functions[name](*arguments)
+        if code != abi.SUCCESS:
+            error = self.explain(code)
+            advice = abi.IPC_ADVICE.get(code, error.meaning)
+            raise IpcRefused(f"{name} answers {code} {error.name}: {advice}")
 
     def _find_batch(self) -> Any:
         """Return ``cuMemcpyBatchAsync`` as of CUDA 12.8, whatever its symbol in this driver; None in older drivers."""

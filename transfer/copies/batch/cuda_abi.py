@@ -19,8 +19,18 @@ SRC_ACCESS_ORDER_STREAM = 1
 SRC_ACCESS_ORDER_ANY = 3
 
 POINTER_ATTRIBUTE_MEMORY_TYPE = 2
+MEMORY_TYPE_DEVICE = 2
+
+IPC_HANDLE_BYTES = 64
+IPC_LAZY_ENABLE_PEER_ACCESS = 1
 
 MEM_HOST_REGISTER_PORTABLE = 1  # pinned for every context
+
+
+class IpcHandle(ctypes.Structure):
+    """``CUipcMemHandle``."""
+
+    _fields_ = (("reserved", ctypes.c_ubyte * IPC_HANDLE_BYTES),)
 
 
 class CudaMemLocation(ctypes.Structure):
@@ -60,6 +70,12 @@ PROTOTYPES: dict[str, tuple[type, ...]] = {
     "cuPointerGetAttribute": (c_void_p, c_int, c_uint64),
     "cuMemHostRegister_v2": (c_void_p, c_size_t, c_uint),
     "cuMemHostUnregister": (c_void_p,),
+    "cuMemGetAddressRange_v2": (POINTER(c_uint64), POINTER(c_size_t), c_uint64),
+    "cuIpcGetMemHandle": (POINTER(IpcHandle), c_uint64),
+    "cuIpcOpenMemHandle_v2": (POINTER(c_uint64), IpcHandle, c_uint),
+    "cuIpcCloseMemHandle": (c_uint64,),
+    "cuCtxGetDevice": (POINTER(c_int),),
+    "cuDeviceGetUuid_v2": (c_char_p, c_int),
     "cuGetErrorName": (c_int, POINTER(c_char_p)),
     "cuGetErrorString": (c_int, POINTER(c_char_p)),
 }
@@ -76,4 +92,12 @@ ADVICE: dict[int, str] = {
     700: "an earlier kernel or copy wrote out of bounds; the process must be restarted",
     712: "the memory is already pinned",
     801: "the driver or device does not support this",
+}
+
+#: The same for handles of another process's memory.
+IPC_ADVICE: dict[int, str] = {
+    1: "the memory comes from cuMemCreate (sleep mode, expandable segments), or its GPU is not in this container",
+    201: "the two processes are in PID namespaces that cannot share memory: run both with the host's (hostPID)",
+    205: "seen under Kubernetes' dynamic resource allocation",
+    801: "this device shares no memory between processes (MIG, vGPU, confidential computing)",
 }

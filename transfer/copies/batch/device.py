@@ -77,7 +77,7 @@ class DeviceBackend(CopyBackend):
         self._direction = direction
         # No driver supports batches within one device.
         self._batches = runtime.takes_batches and direction is not Direction.DEVICE_TO_DEVICE
-        self._warned = direction is Direction.DEVICE_TO_DEVICE  # there is no host memory to warn about
+        self._warned = not direction.has_host_end  # there is no host memory to warn about
         if not runtime.takes_batches and direction is not Direction.DEVICE_TO_DEVICE:
             logger.warning(
                 "%s, %s: the installed library has no %s. Every copy is submitted on its own, which takes longer per "
