@@ -12,7 +12,7 @@ from functools import partial
 from itertools import count
 from typing import Any, TypeVar
 
-from transfer.control.client_loop import Abandoned, ClientCounters, ClientLoop, Inbox, Pending
+from transfer.control.client_loop import Abandoned, ClientCounters, ClientLoop, Inbox, Pending, Watched
 from transfer.control.failures import BadRequest
 from transfer.control.keys import ControlKeys
 from transfer.control.messages import MAX_REQUEST_BYTES, Reply, RequestFor, encode
@@ -91,6 +91,21 @@ class ControlClient:
         if not self._inbox.put(asked):
             future.set_exception(asked.closed())
         return future
+
+    def until_lost(self, host: str, port: int) -> Future[None]:
+        """Return a future that is done when the connection to ``host``:``port`` ends, for whatever reason.
+
+        At once if there is none, so ask when a request has been answered. A caller that loses interest cancels it.
+        """
+        watcher: Future[None] = Future()
+        try:
+            address = peer_address(host, port)
+        except BadAddress:
+            watcher.set_result(None)
+            return watcher
+        if not self._inbox.put(Watched(address, watcher)):
+            watcher.set_result(None)
+        return watcher
 
     def close(self) -> None:
         """Fail pending requests, join the thread and close every socket. Idempotent."""

@@ -121,7 +121,14 @@ class Abandoned(msgspec.Struct, frozen=True):
     message_id: int
 
 
-Item = Pending | Abandoned | Resolved
+class Watched(msgspec.Struct, frozen=True):
+    """Somebody wants to know when the connection to a peer ends."""
+
+    address: Address
+    watcher: Future[None]
+
+
+Item = Pending | Abandoned | Resolved | Watched
 
 
 class Inbox:
@@ -215,6 +222,8 @@ class ClientLoop:
                 abandoned = self._pending.get(message_id)
                 if abandoned is not None:
                     self._settle(abandoned, None)
+            case Watched(address, watcher):
+                self._peers.add_watcher(address, watcher)
             case Resolved():
                 for peer in self._peers.resolved(item):
                     if peer.failure:
@@ -382,6 +391,8 @@ class ClientLoop:
         while (item := self._inbox.take()) is not None:
             if isinstance(item, Pending):
                 self._pending[item.message_id] = item
+            elif isinstance(item, Watched):
+                self._take(item)
         for pending in list(self._pending.values()):
             self._settle(pending, pending.closed())
         self._peers.close()

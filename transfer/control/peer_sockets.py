@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import msgspec
@@ -103,6 +104,14 @@ class PeerSocket:
     failure: TransferError | str = ""  # why the peer is given up: an exception to raise, or a reason
     unanswered: set[int] = field(default_factory=set)  # message ids; the peer is kept while there are any
     unsent: deque[int] = field(default_factory=deque)  # those of them that wait for the connection to accept them
+    watchers: list[Future[None]] = field(default_factory=list)  # that get a result when the connection ends
+
+    def tell_watchers(self) -> None:
+        """Tell who waits for it that the connection has ended."""
+        watchers, self.watchers = self.watchers, []
+        for watcher in watchers:
+            if watcher.set_running_or_notify_cancel():
+                watcher.set_result(None)
 
 
 class Resolved(msgspec.Struct, frozen=True):
@@ -215,9 +224,17 @@ class PeerPool:
         if peer.socket is not None:
             self._poller.register(peer.socket, zmq.POLLIN | zmq.POLLOUT if writable else zmq.POLLIN)
 
+    def add_watcher(self, address: Address, watcher: Future[None]) -> None:
+        """Give ``watcher`` a result when the connection to ``address`` ends, or now if there is none."""
+        peer = self._peers.get(address) or PeerSocket(address, 0.0)
+        peer.watchers = [each for each in peer.watchers if not each.done()] + [watcher]
+        if peer.descriptor < 0:
+            peer.tell_watchers()
+
     def drop(self, peer: PeerSocket, linger_s: float = 0.0) -> None:
         """Forget the peer and close its socket; sent messages have ``linger_s`` seconds to leave."""
         del self._peers[peer.address]
+        peer.tell_watchers()
         if peer.monitor is not None:
             self._poller.unregister(peer.monitor.socket)
             del self._by_socket[peer.monitor.socket]
@@ -335,6 +352,7 @@ class PeerPool:
                 self.check_at = min(self.check_at, time.monotonic() + CHECK_INTERVAL_S)
             elif event == zmq.EVENT_DISCONNECTED:
                 peer.descriptor = -1
+                peer.tell_watchers()
             elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 peer.ended_handshakes, peer.ended_since, peer.has_connected = 0, math.inf, True
             elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
