@@ -1,1 +1,1 @@
-"""One-sided reads from a peer's memory: the transfer engine's contract in ``interface``, Mooncake and CUDA IPC behind it."""
+"""One-sided reads from a peer's memory: the contract in ``interface``, Mooncake and CUDA IPC behind it."""

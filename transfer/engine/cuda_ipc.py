@@ -79,7 +79,7 @@ class CudaIpcEngine(TransferEngine):
         self.memory = RegisteredMemory()
         self.refusal = "" if identities is not None else "nobody reads this engine"
         self._open_stream = open_stream
-        self._exports = identities is not None
+        self.exports = identities is not None  # whether peers read this engine
         self._identities = identities or HostIdentityMemory(mmap.PAGESIZE)
         self._own = OwnIdentity(self._identities)
         self._allocations: dict[int, Allocation] = {}  # by address
@@ -95,7 +95,7 @@ class CudaIpcEngine(TransferEngine):
             self._device = runtime.device_uuid()
         except IpcRefused as error:
             raise EngineStartError(f"the GPU of this process is not known: {error}") from error
-        if self._exports:
+        if self.exports:
             self._export([self._own.region])
 
     @property
@@ -114,7 +114,7 @@ class CudaIpcEngine(TransferEngine):
 
     def register(self, regions: Sequence[Region]) -> None:
         """See the contract. Host memory is registered for this engine's reads only. Call it with the device set."""
-        self.memory.add(regions, self._export if self._exports else lambda _: None)
+        self.memory.add(regions, self._export if self.exports else lambda _: None)
 
     def _export(self, regions: Sequence[Region]) -> None:
         """Get the handles of the allocations in which ``regions`` lie, as far as they are device memory."""
@@ -155,6 +155,10 @@ class CudaIpcEngine(TransferEngine):
         except BaseException:
             link.close()
             raise
+        with self._lock:
+            ended = [each for each in self._links if each.is_of_earlier_life(link)]
+        for each in ended:
+            each.abandon()
         return link
 
     def map_memory(self, allocations: Sequence[Allocation]) -> Int64Array:
@@ -246,6 +250,7 @@ class CudaIpcLink(Link):
         self._peer = peer
         self._table = allocations
         self._allocations = sorted(exported.allocations, key=lambda each: each.address)  # as the table's starts
+        self._place = exported.place
         self._identity = identity
         self._stream = stream
         self._backend = DeviceBackend(engine.runtime, stream, Direction.PEER_TO_DEVICE)
@@ -291,7 +296,10 @@ class CudaIpcLink(Link):
             assert self._scratch is not None, "a link is proven before it is connected"
             scratch = self._scratch.region.address
             columns = (np.array([each], np.int64) for each in (scratch, self._identity.address, NONCE_BYTES))
-            self._copy(Copies(*columns), timeout_s, never)
+            try:
+                self._copy(Copies(*columns), timeout_s, never)
+            except ReadFailed as error:  # which may still write, but to the scratch memory only
+                raise ReadFailed(f"{self.name} did not prove who it is: {error}", settled=True) from error
             nonce = ctypes.string_at(scratch, NONCE_BYTES)
             if nonce == self._identity.nonce:
                 return
@@ -372,6 +380,10 @@ class CudaIpcLink(Link):
     def _check_usable(self) -> None:
         if self._closing.is_set() or self._broken:
             raise ReadFailed(f"the link to {self.name} is {self._broken or 'closed'}", settled=True)
+
+    def is_of_earlier_life(self, other: "CudaIpcLink") -> bool:
+        """Return whether ``other`` is of the same process, and its engine of another life: this one has ended."""
+        return self._place == other._place and self._identity != other._identity
 
     def abandon(self) -> None:
         """Close the link soon, because its peer has ended: read no more of its memory, and let go of it. Any thread."""

@@ -80,7 +80,7 @@ class Link(ABC):
 
     @property
     def is_stale(self) -> bool:
-        """Whether the link was idle for so long that the network may drop what is sent over it: open another one."""
+        """Whether to open another link: the network may drop what is sent over one that was idle, or it has ended."""
         return False
 
     @property

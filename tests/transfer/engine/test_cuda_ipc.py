@@ -259,6 +259,30 @@ def test_abandoning_a_link_of_a_closed_engine_is_harmless(world: World) -> None:
     assert link.settled
 
 
+def test_another_life_of_a_peer_ends_the_links_to_the_one_before(world: World) -> None:
+    """It has slept, say, and its process goes on."""
+    link = world.open()
+    again = FakeIpcEngine(world.devices, world.peer.here)
+    again.register([world.source.region])
+    other = world.reader.open(again.address, [world.source.region], again.identity)
+    until(lambda: world.mapped == 2, "only the memory of the new life is mapped")
+    assert link.is_stale
+    assert not other.is_stale
+    again.close()
+
+
+def test_a_number_that_cannot_be_read_in_time_proves_nothing_and_harms_no_caller(world: World) -> None:
+    link = world.open()
+    world.reader.driver.running.clear()
+    with pytest.raises(ReadFailed, match=r"did not prove who it is: .*did not finish within") as failure:
+        link.prove(0.01)
+    assert failure.value.settled
+    link.close()
+    assert world.mapped  # the copy goes on
+    world.reader.driver.running.set()
+    until(lambda: link.settled and not world.mapped, "nothing is mapped")
+
+
 # The three ends of a read; the first is in the contract's tests
 
 
