@@ -145,6 +145,8 @@ class WorkerGeometry:
     identity: Identity | None = None  # of its transfer engine; None as long as it has not started
     pcp_rank: int = 0  # among the workers that share a prompt's computation
     pcp_size: int = 1
+    #: Of its engine for processes of the same host; empty if it has none. Whoever has it may read and write the memory.
+    same_host_address: str = field(default="", repr=False)
 
     @property
     def block_bytes(self) -> int:

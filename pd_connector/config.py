@@ -90,7 +90,8 @@ class ConnectorConfig(BaseModel):
     protocol: Literal["auto", "tcp", "rdma", "ascend"] = Field(
         default="auto",
         description="Transport of the transfer engine, the same on both sides. auto: rdma on CUDA, but tcp with "
-        "a warning if there is no RDMA device and devices names none; ascend on NPU; tcp on CPU.",
+        "a warning if there is no RDMA device and devices names none; ascend on NPU; tcp on CPU. On CUDA, with a "
+        "secret, it also reads a peer on the same host over CUDA IPC where that works.",
     )
     devices: str = Field(
         default="", description="Network devices for rdma, comma-separated; empty lets the transfer engine choose."

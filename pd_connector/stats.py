@@ -51,6 +51,7 @@ COUNTERS = {
     "pulls": "Pulls that succeeded, counted on every rank.",
     "pull_bytes": "Bytes of KV cache pulled.",
     "pull_bytes_from_host": "Bytes read in the prefill engine's host memory (host_transfers).",
+    "pull_bytes_over_ipc": "Bytes read from a prefill engine on the same host, over CUDA IPC.",
     "landed_bytes": "Bytes pulled to this engine's host memory (host_transfers).",
     "pull_descriptors": "Descriptors read by pulls.",
     "pull_tokens": "Prompt tokens pulled, counted on every rank.",

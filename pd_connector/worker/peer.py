@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 from layout.compatibility import check_models, check_transports
@@ -20,9 +21,10 @@ from pd_connector.traces import TracePull
 from pd_connector.worker.device_fence import RaiseFence, no_fence
 from pd_connector.worker.pull_end import MIN_ANSWER_S, PullFailed
 from pd_connector.worker.remote_reader import RemoteReader
+from pd_connector.worker.same_host import SameHostLinks
 from pd_connector.worker.verification import Verifier
 from transfer.control.client import ControlClient
-from transfer.control.messages import Hello, Welcome
+from transfer.control.messages import Hello, Place, Welcome
 from transfer.engine.interface import Link, ReadFailed, TransferEngine
 from transfer.errors import PeerNotAllowed, TransferError
 from transfer.peers import AllowedPeers
@@ -91,8 +93,17 @@ class Peer:
         sources: Sequence[Source],
         plans: Mapping[int, Plan],
         host_plans: Mapping[int, Plan] | None = None,
+        near: SameHostLinks | None = None,
     ) -> None:
-        """Open no link yet. ``host_plans`` read the ranks' host memory, None if nothing moves there.
+        """Open no link yet.
+
+        Args:
+            context: of the worker.
+            welcome: what the handshake returned.
+            sources: which ranks are read from.
+            plans: by index into the ranks.
+            host_plans: read the ranks' host memory; None if nothing moves there.
+            near: links that read the ranks' device memory instead of those of ``context.engine``, as far as they can.
 
         Raises:
             ValueError: regions of a rank overlap, or one is empty.
@@ -114,6 +125,7 @@ class Peer:
         self._engine = context.engine
         self._allowed = context.allowed
         self._links: dict[int, Link] = {}
+        self._near = near
 
     @property
     def has_states(self) -> bool:
@@ -123,20 +135,24 @@ class Peer:
     @property
     def is_linked(self) -> bool:
         """Whether links to all ranks that are read from are open."""
-        return self._links.keys() >= self.plans.keys()
+        near = self._near.ranks if self._near is not None else frozenset()
+        return self._links.keys() | near >= self.plans.keys()
 
     def with_own_links(self) -> "Peer":
         """Return the same prefill engine, known from the same handshake, for another thread: no link is open yet."""
         other = copy(self)
         other._links = {}
+        other._near = self._near.with_own_links() if self._near is not None else None
         return other
 
-    def link(self, rank: int) -> Link:
-        """Return the link to a rank, and open it if there is none that the network can be expected to know.
+    def link(self, rank: int, place: Place = Place.DEVICE) -> Link:
+        """Return the link to a rank's memory, and open it if there is none that the network can be expected to know.
 
         Raises:
             PullFailed: the rank's transfer engine cannot be reached, or may not be contacted.
         """
+        if self._near is not None and place is Place.DEVICE and (near := self._near.link(rank)) is not None:
+            return near
         if rank in self._links and self._links[rank].is_stale:
             self.drop_link(rank)
         if rank not in self._links:
@@ -151,12 +167,20 @@ class Peer:
                 raise PullFailed(Cause.UNREACHABLE, f"prefill rank {rank}: {error}") from error
         return self._links[rank]
 
-    def drop_link(self, rank: int) -> None:
-        """Close the link to a rank. The next call of ``link`` opens a new one."""
-        self._links.pop(rank).close()
+    def drop_link(self, rank: int, place: Place = Place.DEVICE) -> None:
+        """Close the link to a rank. The next call of ``link`` opens a new one, or finds another way."""
+        if self._near is None or place is not Place.DEVICE or not self._near.drop(rank):
+            self._links.pop(rank).close()
+
+    def let_go(self) -> None:
+        """Let go of the prefill engine's memory, which has ended or is another. Any thread; never waits."""
+        if self._near is not None:
+            self._near.abandon()
 
     def close(self) -> None:
         """Close all links."""
+        if self._near is not None:
+            self._near.close()
         while self._links:
             self._links.popitem()[1].close()
 
@@ -176,7 +200,7 @@ def connect_peer(context: PullContext, address: PeerAddress, deadline: float) ->
     except TransferError as error:
         raise PullFailed.unanswered(error, had_time=left_s >= longest_s) from error
     try:
-        peer = _make_peer(context, welcome)
+        peer = _make_peer(context, welcome, address)
     except ValueError as error:  # IncompatibleCachesError, PlanError, or overlapping regions
         raise PullFailed(Cause.INCOMPATIBLE, str(error)) from error
     try:
@@ -216,7 +240,7 @@ def _warn_of_contradictions(stated: EngineSizes, rank: WorkerGeometry, address: 
         )  # fmt: skip
 
 
-def _make_peer(context: PullContext, welcome: Welcome) -> Peer:
+def _make_peer(context: PullContext, welcome: Welcome, address: PeerAddress) -> Peer:
     """Check that a prefill engine's caches can be used here, and plan how to read them."""
     check_models(context.model, welcome.model)
     check_transports(context.local, welcome.workers)
@@ -230,7 +254,9 @@ def _make_peer(context: PullContext, welcome: Welcome) -> Peer:
     plans = compile_plans(context.local, welcome.workers, sources)
     if context.verifier is not None:
         context.verifier.check_peer(welcome.verify, welcome.workers, sources)
-    return Peer(context, welcome, sources, plans, _host_plans(context, welcome, plans))
+    until_lost = partial(context.client.until_lost, address.host, address.port)
+    near = SameHostLinks.of(context.engine, welcome.workers, str(address), until_lost)
+    return Peer(context, welcome, sources, plans, _host_plans(context, welcome, plans), near)
 
 
 def _host_plans(context: PullContext, welcome: Welcome, plans: Mapping[int, Plan]) -> dict[int, Plan] | None:

@@ -5,13 +5,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar
 
 from layout.copies import EMPTY, Copies, concatenate
 from layout.plan import BlockTable, PlanError
-from layout.staging import Schedule
 from pd_connector.orders import Cause, PullOrder, block_table
 from pd_connector.progress import TransferEnded
 from pd_connector.traces import Lap, PullTrace
@@ -24,6 +23,7 @@ from pd_connector.worker.pull_end import (
     PullEnd,
     PullFailed,
     RankRead,
+    ReadSoFar,
     Stopwatch,
     cancel_message,
     release_message,
@@ -34,6 +34,7 @@ from pd_connector.worker.quarantine import HeldRead, LostPull, UnsettledPull
 from pd_connector.worker.remote_reader import for_each_rank
 from transfer.control.messages import Followed, Locate, Place, Release, Released, Reply, RequestFor, TransferState
 from transfer.copies.batch.base import Pauses
+from transfer.engine.cuda_ipc import CudaIpcLink
 from transfer.engine.interface import ReadFailed
 from transfer.errors import TransferError
 
@@ -46,23 +47,6 @@ _Reply = TypeVar("_Reply", bound=Reply)
 
 #: How a pull has ended, or that it has failed and is not settled.
 AnyEnd = PullEnd | UnsettledPull | LostPull
-
-
-@dataclass
-class _Read:
-    """What a pull has read since it began, or since it began again."""
-
-    copied_bytes: int = 0
-    host_bytes: int = 0  # from P's host memory
-    ahead_bytes: int = 0  # before the prompt was complete
-    descriptors: int = 0
-
-    def add(self, schedules: Sequence[Schedule], place: Place, *, is_ahead: bool) -> None:
-        wanted_bytes = sum(schedule.wanted_bytes for schedule in schedules)
-        self.copied_bytes += wanted_bytes
-        self.host_bytes += wanted_bytes if place is Place.HOST else 0
-        self.ahead_bytes += wanted_bytes if is_ahead else 0
-        self.descriptors += sum(schedule.descriptors for schedule in schedules)
 
 
 class Pull:
@@ -92,7 +76,7 @@ class Pull:
         self._answer: Future[Followed] | None = None  # to the question for more of the prompt
         self._answered_at: float | None = None  # when it came
         self._may_ask_at = 0.0  # without a pause
-        self._read = _Read()
+        self._read = ReadSoFar()
         self._states_are_read = False
         self._lacking_states: list[set[tuple[int, int]]] = []  # on each prefill rank
         self._place = Place.DEVICE  # where P has said that the blocks are
@@ -215,7 +199,7 @@ class Pull:
             self._may_ask_at = 0.0
             self._extend_deadline()
         if self.prompt.restarts != restarts:
-            self._read = _Read()
+            self._read = ReadSoFar()
             logger.debug(
                 "PDConnector: %s begins again, with attempt %d of the prefill engine", self.order.request_id,
                 self.prompt.progress.attempt,
@@ -230,6 +214,7 @@ class Pull:
             tokens=self.order.end_token - self.order.first_token,
             copied_bytes=self._read.copied_bytes,
             host_bytes=self._read.host_bytes,
+            mapped_bytes=self._read.mapped_bytes,
             descriptors=self._read.descriptors,
             is_ahead=bool(self.order.transfer_id),
             ahead_bytes=self._read.ahead_bytes,
@@ -295,8 +280,7 @@ class Pull:
         if not self._tails_are_clear:  # before the first read, which may write some of them
             self._context.clear_tails(self._local, self.order.end_token)
             self._tails_are_clear = True
-        schedules = self._read_batches(peer, batches)
-        self._read.add(schedules, place, is_ahead=is_ahead)
+        self._read.add(self._read_batches(peer, batches, place), place, is_ahead=is_ahead)
         if not tokens:
             return
         plans = peer.plans.values() if place is Place.DEVICE else ()  # slots stay until the attempt ends, or the lease
@@ -391,20 +375,22 @@ class Pull:
             time.sleep(pauses.next_s())
         self._fence = None
 
-    def _read_batches(self, peer: Peer, batches: dict[int, Copies]) -> list[Schedule]:
+    def _read_batches(self, peer: Peer, batches: dict[int, Copies], place: Place) -> list[RankRead]:
         """Read the bytes of all ranks into place, through staging where that is cheaper."""
         for rank in batches:
-            peer.link(rank)
-        reads = for_each_rank(lambda rank: self._read_from(peer, rank, batches[rank]), list(batches)).values()
+            peer.link(rank, place)
+        reads = list(
+            for_each_rank(lambda rank: self._read_from(peer, rank, batches[rank], place), list(batches)).values()
+        )
         if reshaped := [read for read in reads if read.in_place > read.all_read]:
             self._watch.lap("read", max(read.all_read for read in reshaped))
             self._watch.lap("reshape", max(read.in_place for read in reshaped))
         self._watch.lap("read")
-        return [read.schedule for read in reads]
+        return reads
 
-    def _read_from(self, peer: Peer, rank: int, copies: Copies) -> RankRead:
+    def _read_from(self, peer: Peer, rank: int, copies: Copies, place: Place) -> RankRead:
         self._time_to_read()
-        link, context, reads = peer.link(rank), self._context, self._context.reads
+        link, context, reads = peer.link(rank, place), self._context, self._context.reads
         held = HeldRead(link, reads.land)
         self._held.append(held)  # first: whatever happens from here on, nothing is reused before it has settled
         schedule = held.keep(reads.planned(copies, peer.regions[rank]))
@@ -418,13 +404,13 @@ class Pull:
         except ValueError as error:
             raise PullFailed(Cause.PARAMS, f"prefill rank {rank}: {error}") from error
         except BaseException as error:
-            peer.drop_link(rank)
+            peer.drop_link(rank, place)
             if isinstance(error, ReadFailed):
                 raise PullFailed(Cause.READ, f"prefill rank {rank}: {error}") from error
             raise
         if held.release():
             self._held.remove(held)  # the link may be another pull's by the time that this one ends
-        return RankRead(schedule, in_place - copying_s, in_place)
+        return RankRead(schedule, in_place - copying_s, in_place, isinstance(link, CudaIpcLink))
 
     def _reach(self, before: tuple[int, int, bool]) -> tuple[int, int, bool]:
         """Return how far the prompt has ever been computed and read, in tokens, and whether it is complete."""

@@ -3,7 +3,7 @@
 Data and decisions only: no threads, no memory, and nothing is sent.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -44,6 +44,7 @@ class PullEnd:
     tokens: int = 0
     copied_bytes: int = 0
     host_bytes: int = 0  # of them, from the prefill engine's host memory
+    mapped_bytes: int = 0  # of them, from its device memory as it is mapped here
     descriptors: int = 0
     is_ahead: bool = False  # whether it began before the prefill engine had computed the prompt
     ahead_bytes: int = 0  # of ``copied_bytes``: read before the prompt was computed
@@ -66,6 +67,7 @@ class PullEnd:
         stats.count("pulls")
         stats.count("pull_bytes", self.copied_bytes)
         stats.count("pull_bytes_from_host", self.host_bytes)
+        stats.count("pull_bytes_over_ipc", self.mapped_bytes)
         stats.count("pull_descriptors", self.descriptors)
         stats.count("pull_tokens", self.tokens)
         stats.count("pulls_ahead", int(self.is_ahead))
@@ -81,6 +83,27 @@ class RankRead:
     schedule: Schedule
     all_read: float
     in_place: float  # as all_read, if nothing had to be copied
+    is_mapped: bool = False  # whether the rank's memory is mapped here
+
+
+@dataclass
+class ReadSoFar:
+    """What a pull has read since it began, or since it began again."""
+
+    copied_bytes: int = 0
+    host_bytes: int = 0  # from P's host memory
+    mapped_bytes: int = 0  # from P's device memory as it is mapped here
+    ahead_bytes: int = 0  # before the prompt was complete
+    descriptors: int = 0
+
+    def add(self, reads: Sequence[RankRead], place: Place, *, is_ahead: bool) -> None:
+        """Add a range that was read in ``place``, from all ranks."""
+        wanted_bytes = sum(read.schedule.wanted_bytes for read in reads)
+        self.copied_bytes += wanted_bytes
+        self.host_bytes += wanted_bytes if place is Place.HOST else 0
+        self.mapped_bytes += sum(read.schedule.wanted_bytes for read in reads if read.is_mapped)
+        self.ahead_bytes += wanted_bytes if is_ahead else 0
+        self.descriptors += sum(read.schedule.descriptors for read in reads)
 
 
 class Stopwatch:

@@ -304,6 +304,8 @@ class PeerSession:
             pull.fail(error)
             if error.cause.is_peer_wide:
                 self._fail_queued(error)
+            if error.cause is Cause.REFUSED:  # by another engine than that whose memory may be mapped
+                self._let_go()
         except Exception as error:
             if isinstance(error, Interrupted) and self._closing.is_set():
                 return None  # outstanding pulls are not reported
@@ -352,6 +354,14 @@ class PeerSession:
         with self._changed:
             self._must_meet |= lane.epoch == self._epoch
         lane.disconnect()
+
+    def _let_go(self) -> None:
+        """Let go of the prefill engine's memory on all lanes."""
+        with self._changed:
+            peers = [lane.peer for lane in self._lanes.values()]
+        for peer in peers:
+            if peer is not None:
+                peer.let_go()
 
     def _fail_queued(self, error: PullFailed) -> None:
         """Fail all queued and parked pulls with ``error``, instead of letting each wait for it."""

@@ -8,8 +8,9 @@ from pd_connector.config import ConfigError, ConnectorConfig
 from pd_connector.engine_limits import ENGINE_LIMITS
 from pd_connector.vllm.ascend_options import ASCEND_STORE
 from pd_connector.vllm.npu.lent_engine import LendEngine, lent_engine
-from pd_connector.vllm.platform import default_protocol, host_address
+from pd_connector.vllm.platform import default_protocol, device_type, host_address
 from pd_connector.worker.device_memory import DeviceIdentityMemory
+from pd_connector.worker.same_host import with_second_way
 from transfer.engine.interface import TransferEngine
 from transfer.engine.mooncake import IDENTITY_BYTES, MooncakeEngine, MooncakeOptions
 from transfer.engine.rdma import has_rdma_device
@@ -93,12 +94,17 @@ def open_engine(
     is_read: bool,
     connect_timeout_s: float = ENGINE_LIMITS.handshake_timeout_s,
     lend: LendEngine | None = None,
+    has_secret: bool | None = None,
 ) -> TransferEngine:
     """Return a Mooncake engine, which waits ``connect_timeout_s`` for a peer.
+
+    On CUDA with ``protocol: auto``, it has a second way to peers on the same host.
 
     Args:
         is_read: whether peers read this worker's memory.
         lend: as ``lender`` returns it.
+        has_secret: whether the control channel is authenticated, so that handles of memory may be sent over it; None:
+            there is no second way.
     """
     protocol, tuning = transport(config), config.tuning
     if config.protocol == "auto" and protocol != default_protocol():
@@ -118,4 +124,11 @@ def open_engine(
         cost=read_cost(config),
     )
     # Over HCCS, peers cannot read host memory.
-    return MooncakeEngine(options, DeviceIdentityMemory.on_npu(IDENTITY_BYTES) if protocol == "ascend" else None, lend)
+    identities = DeviceIdentityMemory.on_npu(IDENTITY_BYTES) if protocol == "ascend" else None
+    engine = MooncakeEngine(options, identities, lend)
+    if has_secret is None or config.protocol != "auto" or device_type() != "cuda":
+        return engine
+    if not has_secret:
+        logger.info("PDConnector: peers on this host are not read over CUDA IPC, which takes a secret (secret_file)")
+        return engine
+    return with_second_way(engine, is_read=is_read)

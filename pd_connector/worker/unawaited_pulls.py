@@ -94,5 +94,6 @@ class PrefixPulls(UnawaitedPulls):
         """Count a pull apart from those of whole prompts: nothing depends on it."""
         self._stats.count("prefix_bytes", end.copied_bytes)
         self._stats.count("pull_bytes_from_host", end.host_bytes)
+        self._stats.count("pull_bytes_over_ipc", end.mapped_bytes)
         if end.failure:
             logger.warning("PDConnector: prefix %s: not pulled, so it is computed: %s", end.request_id, end.failure)

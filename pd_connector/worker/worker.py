@@ -40,6 +40,7 @@ from pd_connector.worker.peer import ClearTails, PullContext, keep_tails
 from pd_connector.worker.pulls import Pulls
 from pd_connector.worker.readers import host_reader, remote_reader
 from pd_connector.worker.remote_reader import RemoteReader
+from pd_connector.worker.same_host import first_way, same_host_address
 from pd_connector.worker.transfer_engine import goes_through_device, lender, open_engine, read_cost, transport
 from pd_connector.worker.unawaited_pulls import PrefixPulls
 from pd_connector.worker.verification import Verifier
@@ -77,13 +78,14 @@ class ConnectorWorker:
         self._role = EngineRole.of(
             vllm_config, serves_prefixes=config.serve_prefixes, asks_peers=config.peers is not None
         )
+        self._keys = load_keys(config.secret_file)
         self._make_engine = make_engine or partial(
             open_engine,
             is_read=self._role.is_read,
             connect_timeout_s=limits.handshake_timeout_s,
             lend=lender(config),
+            has_secret=self._keys is not None,
         )
-        self._keys = load_keys(config.secret_file)
         self._allowed = AllowedPeers(config.allowed_peers)
         self._engine: TransferEngine | None = None
         self._handshake: WorkerHandshake | None = None
@@ -280,8 +282,8 @@ class ConnectorWorker:
 
     def _announce(self, handshake: WorkerHandshake) -> None:
         """Have the handshake passed on to the scheduler side, by vLLM or by the next report."""
-        self._handshake = handshake
-        place = handshake.geometry
+        place = replace(handshake.geometry, same_host_address=same_host_address(self._engine))
+        self._handshake = handshake = replace(handshake, geometry=place)
         self._unsent = {(place.pp_rank, place.pcp_rank * place.tp_size + place.tp_rank): handshake}
 
     def _register(self, engine: TransferEngine, caches: "_RegisteredCaches") -> RemoteReader | None:
@@ -416,6 +418,7 @@ class ConnectorWorker:
         context = replace(
             context,
             local=geometry,
+            engine=first_way(context.engine),  # what it reads to may not be pinned
             client=client,
             reads=reads,
             verifier=verifier,

@@ -234,6 +234,7 @@ def test_the_exported_names_are_these(exported: tuple[ConnectorPromMetrics, _Unr
         "vllm:pd_pull_bytes_ahead",
         "vllm:pd_pull_restarts",
         "vllm:pd_pull_bytes_from_host",
+        "vllm:pd_pull_bytes_over_ipc",
         "vllm:pd_landed_bytes",
         "vllm:pd_canaries",
         "vllm:pd_peers_refused",

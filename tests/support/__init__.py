@@ -113,6 +113,7 @@ The connector (``pd_connector/``):
     connector.proving       a decode engine's scheduler half that proves where it pulls from
     connector.decode_scheduler  a decode engine's scheduler half, and a scripted prefill engine that it asks
     connector.followed_legs  both legs of a prompt at once: who computes it, and a worker that follows it
+    connector.shared_memory  prefill and decode engines on one host, whose workers share device memory
     connector.scripted_pulls  a session with a prefill engine whose pulls and handshakes do what the test says
     connector.slot_mapping  vLLM's own slot mapping, without a device
     connector.staging       a staging buffer for a decode worker, and a prefill engine of which pulls are staged

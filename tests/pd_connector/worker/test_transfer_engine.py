@@ -95,3 +95,29 @@ def test_a_host_that_is_loopback_here_and_may_be_another_elsewhere_is_warned_of(
         transfer_engine.open_engine(parse_config({"host": host, "protocol": "tcp"}), is_read=True)
     (warning,) = [each for each in caplog.messages if "reached from this machine only" in each]
     assert "host = 'debian' is 127.0.1.1 on this machine (/etc/hosts)" in warning
+
+
+@pytest.mark.parametrize(
+    ("device", "protocol", "has_secret", "ways"),
+    [
+        ("cuda", "auto", True, 2),
+        ("cuda", "auto", False, 1),
+        ("cuda", "auto", None, 1),
+        ("cuda", "tcp", True, 1),
+        ("cpu", "auto", True, 1),
+    ],
+)
+def test_peers_on_the_same_host_have_a_second_way_on_cuda_with_a_secret_unless_a_protocol_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    device: str, protocol: str, has_secret: bool | None, ways: int,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(logging.getLogger("pd_connector"), "propagate", True)
+    caplog.set_level(logging.INFO, "pd_connector")
+    monkeypatch.setattr(transfer_engine, "device_type", lambda: device)
+    monkeypatch.setattr(transfer_engine, "default_protocol", lambda: "tcp")
+    monkeypatch.setattr(transfer_engine, "MooncakeEngine", lambda *_: "one way")
+    monkeypatch.setattr(transfer_engine, "with_second_way", lambda engine, *, is_read: (engine, is_read))
+    config = parse_config({"host": "127.0.0.1", "protocol": protocol})
+    opened: object = transfer_engine.open_engine(config, is_read=True, has_secret=has_secret)
+    assert opened == (("one way", True) if ways == 2 else "one way")
+    assert ("which takes a secret (secret_file)" in caplog.text) == (device == "cuda" and has_secret is False)

@@ -72,6 +72,7 @@ class ScriptedPeer:
     def __init__(self, world: "ScriptedSession") -> None:
         self.world = world
         self.closed = False
+        self.let_go_of = 0  # times
         self.opened: list[int] = []  # ranks
 
     @property
@@ -86,6 +87,9 @@ class ScriptedPeer:
         if rank not in self.opened:
             self.world.opening(rank)
             self.opened.append(rank)
+
+    def let_go(self) -> None:
+        self.let_go_of += 1
 
     def drop_link(self, rank: int) -> None:
         self.opened.remove(rank)

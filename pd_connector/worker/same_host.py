@@ -1,0 +1,222 @@
+"""The second way to a prefill engine: where both run on one host with CUDA, its device memory is mapped here.
+
+The worker's own transfer engine stays the first way: whatever does not work here goes there, and the answers are the
+same. Tested against a simulated driver, not on a GPU.
+"""
+
+import logging
+import mmap
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from copy import copy
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Self
+
+import torch
+
+from layout.geometry import Identity, Region, WorkerGeometry
+from pd_connector.worker.device_memory import DeviceIdentityMemory
+from transfer.copies.batch.base import CopierStartError
+from transfer.copies.batch.cuda import CudaRuntime
+from transfer.copies.batch.streams import DeviceStream
+from transfer.engine.cuda_ipc import CudaIpcEngine, CudaIpcLink
+from transfer.engine.interface import EngineStartError, Link, ReadFailed, TransferEngine
+
+logger = logging.getLogger(__name__)
+
+#: How long a rank is read the first way after the second has failed.
+_RETRY_S = 60.0
+
+
+class TwoWayEngine(TransferEngine):
+    """A worker's transfer engine, and beside it the one for peers on the same host, which ``SameHostLinks`` uses."""
+
+    def __init__(self, first: TransferEngine, second: CudaIpcEngine) -> None:
+        self.first = first
+        self.second = second
+
+    @property
+    def address(self) -> str:
+        """See the contract. Of the first way."""
+        return self.first.address
+
+    @property
+    def identity(self) -> Identity:
+        """See the contract. Of the first way."""
+        return self.first.identity
+
+    def register(self, regions: Sequence[Region]) -> None:
+        """See the contract."""
+        self.first.register(regions)
+        self.second.register(regions)
+
+    def open(self, address: str, regions: Sequence[Region], identity: Identity | None = None) -> Link:
+        """See the contract. The first way."""
+        return self.first.open(address, regions, identity)
+
+    def close(self) -> None:
+        """See the contract."""
+        try:
+            self.second.close()
+        finally:
+            self.first.close()
+
+
+def first_way(engine: TransferEngine) -> TransferEngine:
+    """Return what reads the first way only."""
+    return engine.first if isinstance(engine, TwoWayEngine) else engine
+
+
+def same_host_address(engine: TransferEngine | None) -> str:
+    """Return what peers on the same host need to map this worker's memory; empty if they cannot, and log why."""
+    if not isinstance(engine, TwoWayEngine):
+        return ""
+    address = engine.second.address
+    if not address and engine.second.exports:
+        logger.info(
+            "PDConnector: decode engines on this host cannot map this worker's KV caches (CUDA IPC), and read them as "
+            "others do: %s", engine.second.refusal,
+        )  # fmt: skip
+    return address
+
+
+def with_second_way(engine: TransferEngine, *, is_read: bool) -> TransferEngine:
+    """Return an engine that also reads peers on this host, on the CUDA device of the calling thread.
+
+    Returns ``engine`` itself, and logs why, if that cannot be.
+    """
+    try:
+        device = torch.device("cuda", torch.cuda.current_device())
+        identities = DeviceIdentityMemory(mmap.PAGESIZE, device) if is_read else None
+        second = CudaIpcEngine(CudaRuntime.load(), partial(DeviceStream, "cuda", device.index), identities)
+    except (CopierStartError, EngineStartError, MemoryError) as error:
+        logger.warning("PDConnector: peers on this host are read as others are, not over CUDA IPC: %s", error)
+        return engine
+    return TwoWayEngine(engine, second)
+
+
+@dataclass
+class _Known:
+    """What all threads know of the second way to a prefill engine."""
+
+    refused_until: dict[int, float] = field(default_factory=dict)  # monotonic seconds, by rank
+    is_said: bool = False  # whether it is used or why it is not
+
+
+class SameHostLinks:
+    """One thread's links to the ranks of a prefill engine whose memory this process maps.
+
+    When the control connection to the engine ends, they are closed: the memory of a dead process stays taken for as
+    long as anybody has it mapped.
+    """
+
+    def __init__(
+        self,
+        engine: CudaIpcEngine,
+        workers: Sequence[WorkerGeometry],
+        name: str,
+        until_lost: Callable[[], Future[None]],
+    ) -> None:
+        """Open no link yet.
+
+        Args:
+            engine: the one for peers on this host.
+            workers: the prefill engine's ranks.
+            name: of the prefill engine, for people.
+            until_lost: returns a future that is done when the control connection to it has ended.
+        """
+        self._engine = engine
+        self._workers = workers
+        self._name = name
+        self._until_lost = until_lost
+        self._known = _Known()
+        self._links: dict[int, CudaIpcLink] = {}
+        self._lost: Future[None] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        engine: TransferEngine,
+        workers: Sequence[WorkerGeometry],
+        name: str,
+        until_lost: Callable[[], Future[None]],
+    ) -> Self | None:
+        """Return the links that a worker's engine can open; None if it has no second way."""
+        return cls(engine.second, workers, name, until_lost) if isinstance(engine, TwoWayEngine) else None
+
+    def with_own_links(self) -> "SameHostLinks":
+        """Return the same for another thread: no link is open yet."""
+        other = copy(self)
+        other._links, other._lost = {}, None
+        return other
+
+    @property
+    def ranks(self) -> frozenset[int]:
+        """The ranks to which there are links."""
+        return frozenset(self._links)
+
+    def link(self, rank: int) -> CudaIpcLink | None:
+        """Return the link to a rank, and open it if there is none; None if the rank is to be read the first way."""
+        link = self._links.get(rank)
+        if link is not None and link.is_stale:
+            self._links.pop(rank).close()
+            link = None
+        if link is None and time.monotonic() >= self._known.refused_until.get(rank, 0.0):
+            try:
+                link = self._open(rank)
+            except ReadFailed as error:
+                self._refuse(rank, str(error))
+        return link
+
+    def _open(self, rank: int) -> CudaIpcLink:
+        worker = self._workers[rank]
+        if not worker.same_host_address:
+            raise ReadFailed("it shares no memory; its log says why if it is on this host", settled=True)
+        if self._lost is None or self._lost.done():
+            self._lost = self._until_lost()
+            self._lost.add_done_callback(self._end)
+        link = self._links[rank] = self._engine.open(worker.same_host_address, worker.regions)
+        if self._lost.done():  # too early for ``_end`` to know this link
+            self._links.pop(rank).close()
+            raise ReadFailed("the control connection to it has ended", settled=True)
+        if not self._known.is_said:
+            self._known.is_said = True
+            logger.info("PDConnector: %s is on this host, and its memory is read over CUDA IPC", self._name)
+        return link
+
+    def _refuse(self, rank: int, reason: str) -> None:
+        self._known.refused_until[rank] = time.monotonic() + _RETRY_S
+        if not self._known.is_said:
+            self._known.is_said = True
+            logger.info(
+                "PDConnector: %s is read by the transfer engine's protocol, not over CUDA IPC: rank %d: %s",
+                self._name, rank, reason,
+            )  # fmt: skip
+
+    def drop(self, rank: int) -> bool:
+        """Close the link to a rank, after which it is read the first way for a while; False if there is none."""
+        link = self._links.pop(rank, None)
+        if link is None:
+            return False
+        self._known.is_said = False
+        self._refuse(rank, "a read over CUDA IPC has failed, as the log says")
+        link.close()
+        return True
+
+    def _end(self, lost: "Future[None]") -> None:
+        if not lost.cancelled():
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Close the links soon. Any thread; never waits."""
+        for link in list(self._links.values()):
+            link.abandon()
+
+    def close(self) -> None:
+        """Close the links."""
+        if self._lost is not None:
+            self._lost.cancel()
+        while self._links:
+            self._links.popitem()[1].close()
