@@ -6,10 +6,10 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from vllm.distributed.kv_events import BlockStored
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
-from tests.support.host_tier.cases import EVERYTHING, engine_of, said, told_apart
+from tests.support.host_tier.cases import EVERYTHING, WINDOWED, engine_of, said, told_apart
 from tests.support.host_tier.engine import HostTierEngine
 
 
@@ -91,6 +91,16 @@ def test_every_group_has_its_own_tokens() -> None:
         for one, following in pairwise(of_group):
             if following.token_ids[0] == one.token_ids[-1] + 1:
                 assert following.parent_block_hash == one.block_hashes[0]
+
+
+def test_evicted_blocks_are_told_in_one_event_for_each_group() -> None:
+    engine = engine_of(events=True, groups=WINDOWED, device_blocks=33, slots=6)
+    engine.serve("first", said(14))
+    stored = {event.group_idx: set(event.block_hashes) for event in engine.tier.take_events()}
+    engine.serve("second", said(14, seed=100))
+    removed = [event for event in engine.tier.take_events() if isinstance(event, BlockRemoved)]
+    assert {event.group_idx: set(event.block_hashes) for event in removed} == stored
+    assert len(removed) == len(stored) == 2
 
 
 def test_a_preempted_requests_blocks_are_told_with_tokens() -> None:

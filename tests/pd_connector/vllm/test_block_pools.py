@@ -433,20 +433,6 @@ def test_an_evicted_block_is_told_as_removed() -> None:
     assert isinstance(stored, BlockStored)
 
 
-def test_evicted_blocks_of_two_groups_are_told_apart() -> None:
-    bench = Bench(groups=HYBRID, slots=3, events=True, device_blocks=33)
-    first = bench.computed("first", said(9))
-    bench.stored(first, 0)
-    bench.stored(first, 1)
-    bench.pool.take_events()
-    bench.stored(bench.computed("second", said(13, seed=9)))
-    told = {
-        event.group_idx: event.block_hashes for event in bench.pool.take_events() if isinstance(event, BlockRemoved)
-    }
-    assert set(told) == {0, 1}
-    assert sum(map(len, told.values())) == 3
-
-
 def test_forgotten_blocks_are_told_as_removed() -> None:
     bench = Bench(events=True)
     bench.stored(bench.computed("r", said(13)))
