@@ -442,6 +442,7 @@ class EngineSim:
                 ("pd_connector.connector.ConnectorScheduler", partial(ConnectorScheduler, clock=clock, limits=limits)),
                 ("pd_connector.scheduler.scheduler.ControlClient", lambda **_: _Client(world)),
                 ("pd_connector.scheduler.prefill.producer.ControlServer", partial(_Server, world)),
+                ("pd_connector.scheduler.scheduler.drafts_late", lambda _: False),  # whatever vLLM's platform is here
             ):
                 patches.enter_context(patch(target, new))
             patches.enter_context(patch.object(Renewals, "start"))
