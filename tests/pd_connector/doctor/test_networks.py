@@ -90,6 +90,7 @@ def pulls(found: Visit) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_each_at_its_own_address(network: Network) -> None:
     assert pulls(network.visit())
 
@@ -106,6 +107,7 @@ def test_no_default_route(network: Network) -> None:
     assert pulls(network.visit(p, d))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_set", [False, True], ids=["unset", "set"])
 def test_several_interfaces_of_which_that_of_the_default_route_does_not_lead_to_d(
     network: Network, is_set: bool
@@ -135,6 +137,7 @@ def test_ipv6_only(network: Network, is_set: bool) -> None:
     assert pulls(network.visit(p, d))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host_of", [P, D])
 def test_an_ipv6_address_of_one_side_where_both_have_both(network: Network, host_of: int) -> None:
     for number in (P, D):
@@ -143,7 +146,9 @@ def test_an_ipv6_address_of_one_side_where_both_have_both(network: Network, host
     assert pulls(network.visit(p, d))
 
 
-@pytest.mark.parametrize("by_router", [False, True], ids=["direct", "by a router"])
+@pytest.mark.parametrize(
+    "by_router", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["direct", "by a router"]
+)
 def test_families_that_differ(network: Network, by_router: bool) -> None:
     network.hosts.give_ipv6(P)
     network.hosts.configure(P, "-4 address flush dev eth0")
@@ -151,6 +156,7 @@ def test_families_that_differ(network: Network, by_router: bool) -> None:
     network.fails("peer: handshake" if by_router else "peer", *said, by_router=by_router)
 
 
+@pytest.mark.slow
 def test_an_address_that_is_translated_to_p(network: Network) -> None:
     """NAT, one to one: P cannot take it for its own, and its own leads nowhere from D."""
     said = network.refusal(host="203.0.113.7")
@@ -162,6 +168,7 @@ def test_an_address_that_is_translated_to_p(network: Network) -> None:
     network.fails("peer: handshake", f"{ELSEWHERE}:\\d+", NO_ANSWER, "NAT", p={"host": ELSEWHERE}, by_router=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["prohibit", "blackhole"])
 def test_a_closed_control_port(network: Network, how: str) -> None:
     network.hosts.close_ports(P, CONTROL, how)
@@ -170,6 +177,7 @@ def test_a_closed_control_port(network: Network, how: str) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["prohibit", "blackhole"])
 def test_closed_data_ports(network: Network, how: str) -> None:
     network.hosts.close_ports(P, DATA, how)
@@ -177,6 +185,7 @@ def test_closed_data_ports(network: Network, how: str) -> None:
     network.fails("peer: pull", rf"its port \d+ takes no connection \({why}\)", "two, each from 15000 to 17000")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["on P's interface", "on the way"])
 def test_a_small_mtu(network: Network, where: str) -> None:
     if where == "on the way":

@@ -158,7 +158,8 @@ def test_a_prompt_that_is_followed(site: Site, hosts: Hosts, cut_for: Callable[[
     check(cut, seconds, worker, prefill, Follow)
 
 
-@pytest.mark.parametrize("seconds", DURATIONS)
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [SHORT_S, LONG_S])
 def test_a_renewal(site: Site, hosts: Hosts, cut_for: Callable[[float], Cut], seconds: float) -> None:
     """A lease that was not renewed in time has ended, and what is pulled under it is not used."""
     cut, prefill = cut_for(seconds), far_prefill(site, hosts)

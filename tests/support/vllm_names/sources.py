@@ -179,7 +179,8 @@ class Sources:
             return None
         decorators = {_decorator(each) for each in owner.decorator_list}
         bases = [canonical(self, f"{module}.{each.id}") for each in owner.bases if isinstance(each, ast.Name)]
-        is_struct = any(base.startswith("msgspec") for base in bases) or owner.name in ("KVCacheEvent", "BlockStored")
+        of_events = owner.name in ("KVCacheEvent", "BlockStored", "BlockRemoved")
+        is_struct = of_events or any(base.startswith("msgspec") for base in bases)
         if not (decorators & {"dataclass", "config"} or is_struct):
             return None
         inherited: tuple[str, ...] = ()

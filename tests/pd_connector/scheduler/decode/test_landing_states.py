@@ -6,6 +6,7 @@ import pytest
 
 from pd_connector.orders import PullOrder, RankEnds, Report
 from pd_connector.scheduler.block_demand import BlockDemand
+from pd_connector.scheduler.decode.border_states import BorderStates
 from pd_connector.scheduler.decode.consumer import Consumer
 from pd_connector.scheduler.decode.landings import Landings
 from pd_connector.scheduler.host.tier import HostTier
@@ -34,7 +35,8 @@ class LandingOfStates:
         self.tier = HostTier(self.pool, RANKS)
         kept = self.engine.retentions
         demand = BlockDemand(self.engine.blocks, kept)
-        self.consumer = Consumer(*consumer_parts(RecordingClient(), ManualClock(), kept, demand))
+        borders = BorderStates(self.engine.blocks, kept)
+        self.consumer = Consumer(*consumer_parts(RecordingClient(), ManualClock(), kept, demand), borders=borders)
         self.landings = Landings("always", self.tier, self.consumer, demand, RANKS)
         self.roles = (self.landings, self.tier, self.consumer)
 
