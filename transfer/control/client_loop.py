@@ -177,6 +177,7 @@ class ClientLoop:
         self._peers = PeerPool(settings, keys, allowed, inbox.wakeup.fileno(), inbox.put)
         self._pending: dict[int, Pending] = {}
         self._timers: list[tuple[float, int]] = []  # heap of (when, message id); stale entries are skipped
+        self._random = random.Random()  # noqa: S311  only spreads the load; the process's own may have been seeded
 
     @property
     def counters(self) -> ClientCounters:
@@ -341,7 +342,7 @@ class ClientLoop:
         self._count(sent=self._counters.sent + 1)
         wait_s = min(self._settings.retry_cap_s, self._settings.retry_s * 2 ** min(pending.attempts, 30))
         pending.attempts += 1
-        pending.resend_at = time.monotonic() + wait_s * random.uniform(0.9, 1.1)  # noqa: S311  only spreads the load
+        pending.resend_at = time.monotonic() + wait_s * self._random.uniform(0.9, 1.1)
         heapq.heappush(self._timers, (pending.resend_at, pending.message_id))
 
     def _receive(self, peer: PeerSocket) -> None:
