@@ -234,7 +234,9 @@ def test_routers_are_told_what_is_in_host_memory(server: Server, events: "zmq.So
             _, _, payload = events.recv_multipart()
             for event in msgspec.msgpack.decode(payload)[1]:
                 if event["type"] == "BlockStored" and event["medium"] == "CPU":
-                    (stored[tuple(event["token_ids"])],) = event["block_hashes"]
+                    assert len(event["token_ids"]) == size * len(event["block_hashes"])
+                    for block, block_hash in enumerate(event["block_hashes"]):
+                        stored[tuple(event["token_ids"][block * size : (block + 1) * size])] = block_hash
         if wanted <= stored.keys():
             return
     pytest.fail(f"no event named the blocks in host memory; {len(stored)} others were named")
