@@ -28,7 +28,7 @@ UNEQUAL_KEYS = Deployment(
     "unequal keys", (("P", rotating(prefill(), SHORT_CONTEXT)), ("D", rotating(decode("fail"), 2 * SHORT_CONTEXT)))
 )
 
-pytestmark = [pytest.mark.failures, on(UNEQUAL_KEYS)]
+pytestmark = [pytest.mark.failures, pytest.mark.slow, on(UNEQUAL_KEYS)]
 
 
 def test_no_answer_is_made_of_keys_that_were_rotated_by_other_factors(servers: dict[str, Server]) -> None:

@@ -15,6 +15,7 @@ from tests.support.waiting import until
 
 pytestmark = [
     pytest.mark.host_tier,
+    pytest.mark.slow,
     pytest.mark.skipif(
         not Path(sys.executable).with_name("mooncake_client").exists(), reason="mooncake_client is not installed"
     ),

@@ -156,7 +156,7 @@ def _two_sizes(name: str, model: ModelSpec, slow: bool = False) -> Deployment:
 #: Both ranks of TP2 hold the model's only KV head.
 ONE_KV_HEAD = _two_sizes("one KV head", ModelSpec(kv_heads=1), slow=True)
 #: One latent vector a token, the same on all ranks; blocks of 16 tokens, no prefix cache.
-MLA = _two_sizes("MLA", ModelSpec(architecture="deepseek_v2"))
+MLA = _two_sizes("MLA", ModelSpec(architecture="deepseek_v2"), slow=True)
 
 #: Blocks of the default model that the servers below keep on the device and in host memory, in all their workers.
 DEVICE_BLOCKS, HOST_BLOCKS = 80, 256

@@ -33,6 +33,7 @@ GRANITE = Deployment(
         ("D1", granite_server("kv_consumer", 1)),
         ("P2", granite_server("kv_producer", 2)),
     ),
+    slow=True,
 )
 GRANITE_TO_TWO = Deployment(
     "granite to TP 2", (*GRANITE.servers[::2], ("D2", granite_server("kv_consumer", 2))), slow=True

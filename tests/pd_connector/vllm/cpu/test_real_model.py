@@ -110,8 +110,9 @@ def run_python(code: str, *arguments: str) -> str:
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 @pytest.mark.layouts
-@pytest.mark.parametrize("attention", ["full", pytest.param("sliding window and full", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("attention", ["full", "sliding window and full"])
 def test_a_model_gives_the_same_tokens_and_logprobs_in_every_layout(tmp_path: Path, attention: str) -> None:
     run_python(MODEL, str(tmp_path / "model"), attention)
     output = run_python(ENGINES, str(tmp_path / "model"), str(tmp_path / "answers.json"))
