@@ -58,10 +58,10 @@ demo: $(STAMPS)/demo  ## prefill on one vLLM server, decode on another, compare 
 	@$(BIN)/python -m examples.quickstart $(ARGS)
 
 check: lint types  ## lint, types and the fast tests of the packages: 3 to 5 minutes
-	@$(BIN)/python -m pytest $(BY_TWO) -m 'not e2e and not slow and not thorough' tests/test_*.py tests/benchmarks tests/layout tests/transfer tests/pd_connector $(ARGS)
+	@$(BIN)/python -m pytest $(BY_FOUR) -m 'not e2e and not slow and not thorough' tests/test_*.py tests/benchmarks tests/layout tests/transfer tests/pd_connector $(ARGS)
 
-# Two processes, each with whole files. Not for real servers, which have the machine to themselves.
-BY_TWO := -n 2 --dist loadfile
+# Four processes, as many tests wait; each with whole files. Not for real servers, which have the machine to themselves.
+BY_FOUR := -n 4 --dist loadfile
 # Where tests with real servers are: without ARGS, nothing else is collected for them.
 SERVERS = $(if $(ARGS),,tests/e2e $(shell grep -rl --include='test_*.py' '^@pytest.mark.e2e' tests))
 # ARGS may choose tests of one kind only; pytest then ends with 5 for the other.
@@ -75,11 +75,11 @@ types: $(STAMPS)/installed
 	@$(BIN)/mypy
 
 test: lint types  ## lint, types and all tests but those marked slow (test-all runs these): about 25 minutes
-	@$(BIN)/python -m pytest $(BY_TWO) -m 'not e2e and not slow' $(ARGS) || $(OTHERS_CHOSEN)
+	@$(BIN)/python -m pytest $(BY_FOUR) -m 'not e2e and not slow' $(ARGS) || $(OTHERS_CHOSEN)
 	@$(BIN)/python -m pytest -m 'e2e and not slow' $(SERVERS) $(ARGS) || $(OTHERS_CHOSEN)
 
 test-all: lint types  ## lint, types and all tests, also those marked slow: hours
-	@$(BIN)/python -m pytest $(BY_TWO) -m 'not e2e' $(ARGS) || $(OTHERS_CHOSEN)
+	@$(BIN)/python -m pytest $(BY_FOUR) -m 'not e2e' $(ARGS) || $(OTHERS_CHOSEN)
 	@$(BIN)/python -m pytest -m e2e $(SERVERS) $(ARGS) || $(OTHERS_CHOSEN)
 
 test-npu-sim: $(NPU_SIM)/installed  ## tests on a simulated Ascend device under the real torch_npu, in .venv-npu-sim
