@@ -62,3 +62,10 @@ def full_backlog() -> Iterator[str]:
     """The URL of a server that takes no connection."""
     with harness.full_backlog() as url:
         yield url
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[str], str]:
+    """Waits for a line of the log that has this in it."""
+    caplog.set_level(logging.INFO)
+    return lambda part: until(lambda: next((line for line in caplog.messages if part in line), ""))

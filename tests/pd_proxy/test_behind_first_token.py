@@ -1,7 +1,6 @@
 """An answer that has begun with P's own token, where D cannot go on behind it, and chats that begin so."""
 
 import json
-import logging
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -10,7 +9,17 @@ import httpx
 import pytest
 
 from pd_proxy.apis import Body
-from tests.support.examples.fake_servers import FakeServer, Received, Script, Wire, answers, drops, opened, stalls
+from tests.support.examples.fake_servers import (
+    FakeServer,
+    Received,
+    Script,
+    Wire,
+    answers,
+    drops,
+    opened,
+    stalls,
+    waits,
+)
 from tests.support.examples.greedy import (
     A_CHAT,
     GREEDY,
@@ -19,10 +28,10 @@ from tests.support.examples.greedy import (
     completes,
     completion_event,
     completion_text,
+    greedy_proxy,
     greedy_text,
     prefilled,
     prefills_as,
-    waits,
 )
 from tests.support.examples.harness import RawClient
 from tests.support.examples.moving import DONE, PROMPT_IDS
@@ -43,18 +52,7 @@ def d(setup: ProxySetup) -> FakeServer:
 @pytest.fixture(params=["in-turn", "together"])
 def proxy(setup: ProxySetup, p: FakeServer, d: FakeServer, request: pytest.FixtureRequest) -> Proxy:
     """A proxy whose next request goes in either way."""
-    proxy = setup.proxy([p], [d], legs=request.param)
-    assert greedy_text(proxy) == " grün dich"
-    for server in (p, d):
-        server.received.clear()
-    return proxy
-
-
-@pytest.fixture
-def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[str], str]:
-    """Waits for a line of the log that has this in it."""
-    caplog.set_level(logging.INFO)
-    return lambda part: until(lambda: next((line for line in caplog.messages if part in line), ""))
+    return greedy_proxy(setup, p, d, request.param)
 
 
 async def goes_on(received: Received, wire: Wire) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import logging
 import threading
 from collections.abc import AsyncIterator, Callable, MutableMapping
 from typing import Any
@@ -17,7 +16,7 @@ from pd_proxy.first_token import FirstToken, may_begin
 from pd_proxy.http_client import Client
 from pd_proxy.journal import Record
 from pd_proxy.moves import Written
-from tests.support.examples.fake_servers import FakeServer, Received, Wire, answers, stalls
+from tests.support.examples.fake_servers import FakeServer, Received, Wire, answers, stalls, waits
 from tests.support.examples.greedy import (
     A_CHAT,
     GREEDY,
@@ -26,10 +25,10 @@ from tests.support.examples.greedy import (
     completes,
     completion_event,
     completion_text,
+    greedy_proxy,
     greedy_text,
     prefilled,
     prefills_as,
-    waits,
 )
 from tests.support.examples.harness import RawClient
 from tests.support.examples.moving import DONE
@@ -254,18 +253,7 @@ def d(setup: ProxySetup) -> FakeServer:
 @pytest.fixture(params=["in-turn", "together"])
 def proxy(setup: ProxySetup, p: FakeServer, d: FakeServer, request: pytest.FixtureRequest) -> Proxy:
     """A proxy whose next request goes in either way."""
-    proxy = setup.proxy([p], [d], legs=request.param)
-    assert greedy_text(proxy) == " grün dich"
-    for server in (p, d):
-        server.received.clear()
-    return proxy
-
-
-@pytest.fixture
-def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[str], str]:
-    """Waits for a line of the log that has this in it."""
-    caplog.set_level(logging.INFO)
-    return lambda part: until(lambda: next((line for line in caplog.messages if part in line), ""))
+    return greedy_proxy(setup, p, d, request.param)
 
 
 def test_the_client_has_ps_token_before_d_has_answered(

@@ -8,7 +8,7 @@ from typing import Literal
 import pytest
 
 from pd_proxy.journal import Journal, Record
-from tests.support.examples.fake_servers import FakeServer, Received, Script, Wire, answers, opened, prefills_by_name
+from tests.support.examples.fake_servers import FakeServer, Received, Wire, answers, opened, prefills_by_name, waits
 from tests.support.examples.harness import RawClient
 from tests.support.examples.served_proxy import Proxy, ProxySetup
 from tests.support.waiting import until
@@ -25,14 +25,6 @@ async def streams(_: Received, wire: Wire) -> None:
     await wire.chunk(TOKEN)
     await wire.chunk(b"data: [DONE]\n\n")
     await wire.end()
-
-
-def waits(gate: threading.Event, then: Script) -> Script:
-    async def script(received: Received, wire: Wire) -> None:
-        await opened(gate)
-        await then(received, wire)
-
-    return script
 
 
 def proxy_of(setup: ProxySetup, p: FakeServer, d: FakeServer, legs: str) -> Proxy:

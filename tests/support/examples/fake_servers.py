@@ -271,3 +271,13 @@ async def opened(gate: threading.Event) -> None:
     """Wait on the loop for an event that a test sets in its own thread."""
     while not gate.is_set():
         await asyncio.sleep(0.002)
+
+
+def waits(gate: threading.Event, then: Script) -> Script:
+    """A server that does what another does once ``gate`` is set."""
+
+    async def script(received: Received, wire: Wire) -> None:
+        await opened(gate)
+        await then(received, wire)
+
+    return script

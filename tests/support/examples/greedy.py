@@ -1,13 +1,12 @@
 """A prefill server whose token a client gets, and a decode server that begins with the same one: what they write."""
 
 import json
-import threading
 from typing import Any
 
 from pd_proxy.apis import Body
-from tests.support.examples.fake_servers import NAMED_TRANSFER, Received, Script, Wire, opened
+from tests.support.examples.fake_servers import NAMED_TRANSFER, FakeServer, Received, Script, Wire
 from tests.support.examples.moving import DONE, PROMPT_IDS
-from tests.support.examples.served_proxy import Proxy
+from tests.support.examples.served_proxy import Proxy, ProxySetup
 
 GREEDY: dict[str, Any] = {"prompt": "a", "stream": True, "temperature": 0, "max_tokens": 5}
 A_CHAT: dict[str, Any] = GREEDY | {"messages": [{"role": "user", "content": "a"}]}
@@ -67,16 +66,17 @@ async def completes(_: Received, wire: Wire) -> None:
     await wire.end()
 
 
-def waits(gate: threading.Event, then: Script) -> Script:
-    async def script(received: Received, wire: Wire) -> None:
-        await opened(gate)
-        await then(received, wire)
-
-    return script
-
-
 def greedy_text(proxy: Proxy, **changed: Any) -> str:
     """The text of a whole stream."""
     response = proxy.http.post("/v1/completions", json=GREEDY | changed)
     assert response.status_code == 200
     return completion_text(response.content)
+
+
+def greedy_proxy(setup: ProxySetup, p: FakeServer, d: FakeServer, legs: str) -> Proxy:
+    """A proxy whose next request goes in either way, and servers that have forgotten what it has asked."""
+    proxy = setup.proxy([p], [d], legs=legs)
+    assert greedy_text(proxy) == " grün dich"
+    for server in (p, d):
+        server.received.clear()
+    return proxy
