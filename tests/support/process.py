@@ -3,9 +3,12 @@
 import contextlib
 import os
 import random
+import signal
 import socket
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.support.waiting import until
 
 
 @dataclass(frozen=True)
@@ -56,3 +59,18 @@ def free_ports(count: int) -> list[int]:
 def free_port() -> int:
     """A TCP port of the loopback interface on which nobody listened a moment ago."""
     return free_ports(1)[0]
+
+
+def stop(pid: int) -> None:
+    """Stop a process (SIGSTOP), and wait until all of its threads stand still: they may go on for a moment."""
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: _stands_still(pid), f"process {pid} stops")
+
+
+def _stands_still(pid: int) -> bool:
+    """Whether no thread of a process runs. One that has ended stands still."""
+    states = set()
+    for path in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            states.add(path.read_text().rpartition(") ")[2][0])
+    return states <= set("TtZX")

@@ -24,7 +24,7 @@ from tests.support.e2e.client import MODEL_NAME, Client
 from tests.support.e2e.gates import DIRECTORY_VARIABLE, Gates
 from tests.support.e2e.hosts import Hosts
 from tests.support.e2e.models import DEFAULT_MODEL, ModelSpec, write_model
-from tests.support.process import free_ports
+from tests.support.process import free_ports, stop
 
 Role = Literal["kv_producer", "kv_consumer", "kv_both"]
 Layout = Literal["LBHNC", "BLHNC", "BHLNC"]
@@ -229,7 +229,7 @@ class Server:
         """Send a signal to those of the server's processes whose command line contains ``title``."""
         for pid in self.processes(title):
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+                stop(pid) if number is signal.SIGSTOP else os.kill(pid, number)
 
     def kill(self) -> None:
         """End every process of the server at once, without warning."""

@@ -19,6 +19,7 @@ import psutil
 
 from layout.geometry import Identity, Region
 from tests.support.memory import Memory, even_copies, noise
+from tests.support.process import stop
 from tests.support.waiting import until
 from transfer.engine.interface import ReadFailed
 from transfer.engine.mooncake import MooncakeEngine, MooncakeOptions
@@ -74,8 +75,7 @@ class PeerProcess:
         return int(port)
 
     def stop(self) -> None:
-        os.kill(self.pid, signal.SIGSTOP)
-        os.waitpid(self.pid, os.WUNTRACED)  # the signal may be sent before all threads stand still
+        stop(self.pid)
 
     def go_on(self) -> None:
         os.kill(self.pid, signal.SIGCONT)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.support.process import free_ports
+from tests.support.process import free_ports, stop
 from tests.support.waiting import until
 from transfer.peers import Address
 
@@ -47,7 +47,7 @@ class MooncakeProcesses:
     @contextmanager
     def client_stopped(self) -> Iterator[None]:
         """Stop the client, so that it answers nothing, for as long as the context lasts."""
-        self.client.send_signal(signal.SIGSTOP)
+        stop(self.client.pid)
         try:
             yield
         finally:

@@ -10,12 +10,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.support.control.samples import HELLO, WELCOME
 from tests.support.e2e.hosts import Hosts, why_not
-from tests.support.process import free_ports
+from tests.support.process import free_ports, stop
 from tests.support.waiting import holds_for, until
 from transfer.control.client import ControlClient
 from transfer.control.connections import connection_of
@@ -81,9 +80,7 @@ def test_a_process_that_is_stopped_is_waited_for(client: ControlClient, is_known
     with server(HERE, []) as (process, port):
         if is_known:
             client.request(HERE, port, HELLO, PATIENCE_S).result()
-        process.send_signal(signal.SIGSTOP)
-        until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
-        time.sleep(0.2)  # its other threads stop as soon as they run
+        stop(process.pid)
         asked = client.request(HERE, port, HELLO, PATIENCE_S)
         time.sleep(3.0)
         assert not asked.done()
@@ -204,7 +201,7 @@ def test_a_process_that_was_stopped_itself_takes_the_answers_that_have_come_mean
             assert process.stdout is not None
             assert process.stdout.readline() == "asked\n"
             until(lambda: late.asked >= 200)
-            process.send_signal(signal.SIGSTOP)
+            stop(process.pid)
             time.sleep(4.0)
             process.send_signal(signal.SIGCONT)
             assert process.stdout.readline() == "200\n"
