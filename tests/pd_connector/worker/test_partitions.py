@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from layout import staging
 from pd_connector.scheduler.decode.renewals import Renewals
 from tests.support.connector.chunked_prompts import ChunkedPrompt
 from tests.support.connector.engines import OURS, THEIRS, DecodeWorker, PrefillEngine, Site, an_order
@@ -23,7 +22,6 @@ from tests.support.waiting import until
 from transfer.control.client import ControlClient
 from transfer.control.messages import Follow, Hello, Release, Renew
 from transfer.control.server import ControlServer
-from transfer.copies.reshape import reshape
 
 pytestmark = [pytest.mark.thorough, pytest.mark.skipif(bool(why_not()), reason=why_not()), pytest.mark.timeout(120)]
 P = 1
@@ -73,13 +71,6 @@ class CuttingClient(ControlClient):
         if type(message) is self._before:
             self._cut.begin()
         return super().request(host, port, message, timeout_s)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _warm() -> None:
-    """Compile what the first read of a process needs, for which no lease lasts on a busy machine."""
-    staging.warm_up()
-    reshape.warm_up()
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
+from layout import staging
 from layout.cost import CostModel
 from layout.geometry import ModelIdentity, WorkerGeometry
 from pd_connector.orders import ChecksumReport, PullOrder
@@ -31,6 +32,7 @@ from tests.support.layout.oracle import Engine, Items, Model, Rank, Table, build
 from transfer.control.client import ControlClient
 from transfer.control.peer_sockets import ClientSettings
 from transfer.control.server import ControlServer
+from transfer.copies.reshape import reshape
 from transfer.peers import AllowedPeers
 
 MODEL = Model(kv_heads=4, contents=(6, 10), item_size=2, groups=((0, 1, 2),), windows=(0,))
@@ -227,6 +229,9 @@ class Site:
     """What a test builds, closed in the right order after it."""
 
     def __init__(self) -> None:
+        # As workers do before they pull: on a busy machine, a lease does not last as long as this may take.
+        staging.warm_up()
+        reshape.warm_up()
         self.fabric = InProcessFabric()
         self._open: list[Any] = []
         self._sessions: list[PeerSession] = []
