@@ -33,6 +33,7 @@ class Client:
         self.headers = Headers(scope=scope)
         self.record = record
         self.complete = False  # all of the answer's body is sent
+        self.has_left = False  # before that
         self._send_message = send
         self._errors = errors
         self.started = False  # something has been sent
@@ -79,14 +80,16 @@ class Client:
         if self.started:
             self.record.broken_off = True
             if self._sends_events and self._last == EVENT_END:
-                event = error_event(status, message, self._errors)
-                await self._send({"type": "http.response.body", "body": event, "more_body": True})
+                await self.send_piece(error_event(status, message, self._errors))
             return  # the ASGI server closes a connection whose answer was left unfinished
         response = error_response(status, message, self._errors)
         headers = passed.to_client(response.raw_headers, self.record.identity)
         await self.send_whole(status, headers, bytes(response.body))
 
     async def _send(self, message: Message) -> None:
+        # Where a server sends faster than a client reads, a cancelled task may find the next piece for ever.
+        if self.has_left:
+            raise ClientDisconnect
         try:
             await self._send_message(message)
         except OSError as error:  # how ASGI servers say that the client has gone
@@ -130,10 +133,8 @@ async def while_connected(receive: Receive, client: Client, work: Coroutine[Any,
         ClientDisconnect: the client left before it had its whole answer; ``work`` has ended.
     """
     failure: Exception | None = None
-    left = False
 
     async def watch() -> None:
-        nonlocal left
         gone = False
         while not gone:
             with suppress(TimeoutError):
@@ -141,7 +142,7 @@ async def while_connected(receive: Receive, client: Client, work: Coroutine[Any,
                     gone = (await receive())["type"] == "http.disconnect"
         # A client that knows the length may leave with its last byte, before the work has ended.
         if not client.complete:
-            left = True
+            client.has_left = True
             group.cancel_scope.cancel()
 
     async with anyio.create_task_group() as group:
@@ -151,7 +152,7 @@ async def while_connected(receive: Receive, client: Client, work: Coroutine[Any,
         except Exception as error:  # raised below: the group would wrap it
             failure = error
         group.cancel_scope.cancel()
-    if left:
+    if client.has_left:
         raise ClientDisconnect
     if failure is not None:
         raise failure

@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 
+import anyio
 import pytest
 from starlette.requests import ClientDisconnect
 from starlette.types import Message
@@ -164,6 +165,24 @@ def test_with_its_last_byte_it_has_left_only_if_it_could_not_know_the_length(ann
         with pytest.raises(ClientDisconnect):
             asyncio.run(scenario())
     assert ended is announced
+
+
+def test_it_is_sent_no_more_where_the_work_is_not_cancelled_yet() -> None:
+    """Where the next piece has come whenever anyio looks, it does not cancel a task."""
+
+    async def flood(client: Client) -> None:
+        await client.start(200, [])
+        with anyio.CancelScope(shield=True):
+            while True:
+                await client.send_piece(b"x")
+                await asyncio.sleep(0)
+
+    async def scenario() -> None:
+        client = Client({"type": "http", "headers": []}, nowhere, Record("/"))
+        await while_connected(gone, client, flood(client))
+
+    with pytest.raises(ClientDisconnect):
+        asyncio.run(scenario())
 
 
 def test_an_error_of_the_work_is_raised_as_it_is() -> None:
