@@ -52,6 +52,12 @@ class Fallback(StrEnum):
     TOO_LARGE = "too_large"  # all of them would not do
 
 
+@dataclass(frozen=True, slots=True)
+class _FellBack:
+    reason: Fallback
+    free: int  # slots at that time
+
+
 @dataclass(slots=True)
 class _Landing:
     request: "Request"
@@ -79,7 +85,7 @@ class Landings(SchedulerRole):
         self._ranks = ranks
         self._under_way: dict[str, _Landing] = {}
         self._orders: list[PullOrder] = []
-        self._fell_back: dict[str, Fallback] = {}  # by request
+        self._fell_back: dict[str, _FellBack] = {}  # by request
         self._counts: Counter[str] = Counter()  # landings by event, since the last update of the statistics
         self._fallbacks: Counter[str] = Counter()
         #: Landings by event, and prompts without one by reason, all before the last update of the statistics.
@@ -97,6 +103,9 @@ class Landings(SchedulerRole):
             return False
         if len(self._under_way) >= _MAX_UNDER_WAY:
             return True
+        before = self._fell_back.get(request.request_id)
+        if before is not None and self._tier.loans.free <= before.free:
+            return False  # vLLM asks in every step, and looking a long prompt up takes milliseconds
         return self._start(request, remote, computed_tokens)
 
     def step_orders(self, scheduled: Mapping[str, int]) -> Orders:
@@ -219,8 +228,9 @@ class Landings(SchedulerRole):
 
     def _fall_back(self, request: "Request", needed: int) -> None:
         reason = Fallback.TOO_LARGE if needed > self._tier.slots else Fallback.FULL
-        if self._fell_back.get(request.request_id) is not reason:
-            self._fell_back[request.request_id] = reason
+        before = self._fell_back.get(request.request_id)
+        self._fell_back[request.request_id] = _FellBack(reason, self._tier.loans.free)
+        if before is None or before.reason is not reason:
             self._fallbacks[reason] += 1
 
     def _end(self, landing: _Landing) -> None:

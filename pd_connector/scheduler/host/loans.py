@@ -44,6 +44,11 @@ class HostLoans:
         """Return what ``DeviceBlocks.may_hold`` does, of host memory; a look, on any thread."""
         return self._pool.may_hold(hashes, tokens, groups)
 
+    @property
+    def free(self) -> int:
+        """Number of host blocks that can be lent."""
+        return self._pool.free
+
     def has_spare(self, number: int, share: float) -> bool:
         """Return whether so many blocks are free, and a ``share`` of all beside them."""
         return self._pool.free - number >= share * self._pool.slots

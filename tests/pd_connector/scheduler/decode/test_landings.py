@@ -1,5 +1,7 @@
 """Pulls to host memory, on the scheduler side: when a prompt lands, what its request gets, and whose the slots are."""
 
+from unittest.mock import patch
+
 import pytest
 
 from pd_connector.orders import Cause, RankEnds, Report
@@ -235,6 +237,20 @@ def test_without_room_in_host_memory_a_prompt_is_pulled_to_the_device(slots: int
     assert engine.ask("r") == (0, TOKENS - 1)
     assert engine.ask("r") == (0, TOKENS - 1)
     assert engine.counted()[f"landing_fallbacks:{reason}"] == 1
+    engine.check()
+
+
+def test_a_prompt_that_found_no_slots_is_looked_up_again_only_when_more_are_free() -> None:
+    engine = LandingEngine(slots=4)
+    engine.arrive("first", seed=1)
+    assert engine.ask("first") is None
+    engine.arrive("r")
+    with patch.object(engine.tier, "hit", wraps=engine.tier.hit) as looked_up:
+        for _ in range(3):
+            assert not engine.landings.must_land(engine.requests["r"], 0)
+        assert looked_up.call_count == 1
+        engine.end_landing("first", failed=True)
+        assert engine.landings.must_land(engine.requests["r"], 0)
     engine.check()
 
 
