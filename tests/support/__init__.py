@@ -171,6 +171,7 @@ Real servers (``tests/e2e``):
     e2e.choice              which pairs of servers a test runs on, and which of them by default
     e2e.images_and_adapters  servers of a model that reads images and has LoRA adapters, and prompts for them
     e2e.forked_server       vLLM's API server, whose other processes are forked from it, on CPU
+    e2e.fork_server         a process that has imported vLLM, from which such servers are forked
     e2e.headless_node       a further node of a server whose ranks are on several hosts
     e2e.gates               places in the workers of a server at which a test has them stop
     e2e.gated_connector     the connector with such places

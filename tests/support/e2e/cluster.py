@@ -18,9 +18,10 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from tests.support.e2e.client import MODEL_NAME, Client
+from tests.support.e2e.fork_server import ForkedProcess, ForkServer
 from tests.support.e2e.gates import DIRECTORY_VARIABLE, Gates
 from tests.support.e2e.hosts import Hosts
 from tests.support.e2e.models import DEFAULT_MODEL, ModelSpec, write_model
@@ -30,12 +31,20 @@ Role = Literal["kv_producer", "kv_consumer", "kv_both"]
 Layout = Literal["LBHNC", "BLHNC", "BHLNC"]
 LoadFailurePolicy = Literal["fail", "recompute"]
 Platform = Literal["cpu", "cuda", "npu"]
+Process: TypeAlias = subprocess.Popen[bytes] | ForkedProcess
 
 BLOCK_SIZE = 32
 KV_CACHE_BYTES = 96 * 1024 * 1024
 #: In which all servers of a deployment start; longer where many of them share few cores with others.
 START_TIMEOUT_S = float(os.environ.get("PD_CONNECTOR_START_TIMEOUT_S", "240"))
 STOP_TIMEOUT_S = 10.0
+_VARIABLES = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+_FORKED = "tests.support.e2e.forked_server"
 #: Of a GPU that other servers use, too: vLLM does not start where less than this share is free.
 _SHARED_GPU = ("--gpu-memory-utilization", "0.02")
 
@@ -66,7 +75,7 @@ class ServerSpec:
     is_gated: bool = False  # whether its workers stop where a test has closed a gate, see ``gates``
     platform: Platform = "cpu"
     #: Whether ``vllm serve`` starts it, as for users: it wants a distribution of that name. Else the API server's
-    #: module does, and on CPU it forks its processes instead of spawning them, unless the server has another vLLM.
+    #: module does, and on CPU it is forked, see ``fork_server``, as are its processes, unless it has another vLLM.
     by_command: bool = False
     start_timeout_s: float = START_TIMEOUT_S
     #: The number of the host that it runs on, see ``hosts``, where it finds its address by itself; 0: this machine.
@@ -105,7 +114,7 @@ class ServerSpec:
         if self.beside_greeting:
             connector = self._in_multi_connector(connector)
         is_forked = self.platform == "cpu" and self.python == sys.executable
-        module = "tests.support.e2e.forked_server" if is_forked else "vllm.entrypoints.openai.api_server"
+        module = _FORKED if is_forked else "vllm.entrypoints.openai.api_server"
         if node:
             module = "tests.support.e2e.headless_node"
         start = (
@@ -156,20 +165,17 @@ class ServerSpec:
 
     def environment(self) -> dict[str, str]:
         """The server's environment: this one's, with vLLM kept offline and to one thread a worker."""
-        environment = {
-            **os.environ,
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_NO_USAGE_STATS": "1",
-        }
         wanted = {
             "VLLM_KV_CACHE_LAYOUT": self.layout,
             "VLLM_PP_LAYER_PARTITION": ",".join(map(str, self.stages)),
             "PD_CONNECTOR_SECRET": self.secret,
             "GLOO_SOCKET_IFNAME": "eth0" if self.more_hosts else "",  # else what the machine's name stands for
         }
-        return environment | {name: value for name, value in wanted.items() if value} | dict(self.variables)
+        return (
+            {**os.environ, **_VARIABLES}
+            | {name: value for name, value in wanted.items() if value}
+            | dict(self.variables)
+        )
 
 
 @dataclass(slots=True)
@@ -180,7 +186,7 @@ class Server:
     model: Path
     port: int
     log: Path
-    process: subprocess.Popen[bytes]
+    process: Process
     client: Client = field(init=False)
     gates: Gates = field(init=False)
     _guard: subprocess.Popen[bytes] = field(init=False)
@@ -189,7 +195,7 @@ class Server:
         self.gates = Gates(_gates_directory(self.log))
         self.revive(self.process)
 
-    def revive(self, process: subprocess.Popen[bytes]) -> None:
+    def revive(self, process: Process) -> None:
         """Take over a new process in the place of one that has ended."""
         self.process = process
         self.client = Client(f"http://{self.spec.address}:{self.port}")
@@ -282,7 +288,8 @@ class Cluster:
         self._models: dict[ModelSpec, Path] = {}
         self._servers: list[Server] = []
         self._started = 0
-        self._nodes: list[subprocess.Popen[bytes]] = []  # beside the first of a server
+        self._nodes: list[Process] = []  # beside the first of a server
+        self._fork_server = ForkServer({**os.environ, **_VARIABLES})
         self.hosts = Hosts()
 
     def start(self, specs: Iterable[ServerSpec]) -> list[Server]:
@@ -323,6 +330,7 @@ class Cluster:
         self.stop(list(self._servers))
         for node in self._nodes:
             node.wait(STOP_TIMEOUT_S)
+        self._fork_server.close()
         self.hosts.close()
 
     @property
@@ -338,9 +346,7 @@ class Cluster:
         self._servers.append(server)
         return server
 
-    def _spawn(
-        self, spec: ServerSpec, model: Path, port: int, log: Path, mode: Literal["wb", "ab"]
-    ) -> subprocess.Popen[bytes]:
+    def _spawn(self, spec: ServerSpec, model: Path, port: int, log: Path, mode: Literal["wb", "ab"]) -> Process:
         """Start a server, whose further nodes are in its process group, and log to the same file."""
         first, *others = (spec.host, *spec.more_hosts)
         with log.open(mode):
@@ -349,13 +355,15 @@ class Cluster:
             self._nodes.append(self._spawn_node(spec, spec.command(model, port, node), host, log, process.pid))
         return process
 
-    def _spawn_node(
-        self, spec: ServerSpec, command: list[str], host: int, log: Path, process_group: int
-    ) -> subprocess.Popen[bytes]:
+    def _spawn_node(self, spec: ServerSpec, command: list[str], host: int, log: Path, process_group: int) -> Process:
+        environment = spec.environment() | {DIRECTORY_VARIABLE: str(_gates_directory(log))}
         with log.open("ab") as file:
+            # Other libraries than vLLM read their variables when they are imported.
+            if _FORKED in command and not host and all(name.startswith("VLLM_") for name, _ in spec.variables):
+                return self._fork_server.spawn(command[command.index(_FORKED) :], environment, file)
             return subprocess.Popen(
                 (self.hosts.prefix(host) if host else []) + command,
-                env=spec.environment() | {DIRECTORY_VARIABLE: str(_gates_directory(log))},
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
