@@ -114,6 +114,7 @@ The connector (``pd_connector/``):
     connector.decode_scheduler  a decode engine's scheduler half, and a scripted prefill engine that it asks
     connector.followed_legs  both legs of a prompt at once: who computes it, and a worker that follows it
     connector.shared_memory  prefill and decode engines on one host, whose workers share device memory
+    connector.book_client   a control client that asks a book of checksums without a network
     connector.scripted_pulls  a session with a prefill engine whose pulls and handshakes do what the test says
     connector.slot_mapping  vLLM's own slot mapping, without a device
     connector.staging       a staging buffer for a decode worker, and a prefill engine of which pulls are staged

@@ -27,6 +27,7 @@ from pd_connector.worker import verification
 from pd_connector.worker.lease_checksums import CacheChecksums, Interrupted
 from pd_connector.worker.pull_end import PullFailed
 from pd_connector.worker.verification import Verifier
+from tests.support.connector.book_client import BookClient
 from tests.support.connector.engines import (
     DECODE,
     MODEL,
@@ -47,27 +48,8 @@ from tests.support.layout.oracle import LAYOUTS, WHOLE_HEADS, Engine, Held, Mode
 from tests.support.layout.ranks import a_rank, compressed, reader_of
 from tests.support.layout.strategies import FORMS, WINDOW_TOKENS, engines, few, models
 from tests.support.waiting import until
-from transfer.control.client import ControlClient
 from transfer.control.failures import PeerUnreachable
-from transfer.control.messages import Checksummed, Checksums, decode_request
-
-
-class BookClient(ControlClient):
-    """Asks a book without a network, and remembers what for."""
-
-    def __init__(self, book: ChecksumTable) -> None:  # no thread
-        self.book = book
-        self.asked: list[Checksums] = []
-        self.largest = 0
-
-    def request(self, host: str, port: int, message: Any, timeout_s: float) -> Future[Any]:
-        assert isinstance(message, Checksums)
-        self.asked.append(message)
-        answer: Future[Any] = Future()
-        reply = self.book.answer(message)
-        self.largest = max(self.largest, len(reply.sums))
-        answer.set_result(reply)
-        return answer
+from transfer.control.messages import Checksummed, decode_request
 
 
 @dataclass(repr=False)
