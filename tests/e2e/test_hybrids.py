@@ -4,10 +4,14 @@ The last prompt token is left to the decode server. So its answers are those of 
 step of its own: the same bits at equal tensor parallel sizes, and up to rounding otherwise.
 """
 
+import json
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from typing import Any
 
 import pytest
 
+from tests.support.e2e.client import Client
 from tests.support.e2e.cluster import Cluster
 from tests.support.e2e.corruption import (
     assert_wrong_numbers_change_the_answer,
@@ -39,6 +43,7 @@ from tests.support.e2e.pair import (
     make_prompt,
 )
 from tests.support.e2e.trouble import stopped
+from tests.support.examples.harness import ProxyProcess
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.cache_kinds
@@ -199,6 +204,43 @@ class TestStatesAtBorders:
     @pytest.mark.parametrize("blocks", [1, 3])
     def test_every_bit_is_the_same(self, pair: Pair, blocks: int) -> None:
         assert_same_bits(pair, make_prompt(blocks * QWEN3_NEXT_BLOCK + 1, (pair.name, blocks)))
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("at_once", [False, True], ids=["in turn", "at once"])
+    @pytest.mark.parametrize("tokens", [2, 100, QWEN3_NEXT_BLOCK, QWEN3_NEXT_BLOCK + 2])
+    def test_every_bit_is_the_same_at_any_length(self, pair: Pair, tokens: int, at_once: bool) -> None:
+        """Of a prompt whose last token D has written itself, in a step of its own."""
+        start = make_prompt(tokens - 1, (pair.name, "any length", tokens, at_once))
+        alone = pair.decode.client.compute(start, 17)
+        prompt = [*start, alone.tokens[0]]
+        with pair.traffic() as traffic:
+            completion = Router(pair).send(prompt, decode_first_s=0.3).decode if at_once else pair.disaggregate(prompt)
+        assert traffic.source("external_kv_transfer") == tokens - 1
+        assert (completion.tokens, completion.logprobs) == (alone.tokens[1:], alone.logprobs[1:])
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("legs", ["together", "in-turn"])
+    def test_a_stream_through_the_proxy_is_the_decode_servers_own(self, pair: Pair, legs: str) -> None:
+        """The token that P has written is no part of it."""
+        prompt = make_prompt(QWEN3_NEXT_BLOCK + 1, (pair.name, "proxied", legs))
+        servers = ("--prefill", pair.prefill.client.base_url, "--decode", pair.decode.client.base_url)
+        with ProxyProcess(["-m", "pd_proxy", *servers, "--legs", legs]) as proxy, closing(Client(proxy.url)) as client:
+            assert client.complete(make_prompt(33, (pair.name, "introduced", legs))).status == 200
+            with pair.traffic() as traffic:
+                answer = self._streamed(client, prompt)
+        assert traffic.source("external_kv_transfer") == len(prompt) - 1
+        assert answer == self._streamed(pair.decode.client, prompt, cache_salt=f"alone {legs}")
+
+    @staticmethod
+    def _streamed(client: Client, prompt: list[int], **options: object) -> tuple[str, dict[str, Any]]:
+        """The text and the usage of a stream that could begin with P's token."""
+        plain = {"logprobs": None, "return_token_ids": False, "stream_options": {"include_usage": True}}
+        with client.stream(prompt, 16, **plain, **options) as lines:
+            *events, end = (line.removeprefix("data: ") for line in lines)
+        assert end == "[DONE]"
+        told = [json.loads(event) for event in events]
+        text = "".join(choice["text"] for event in told for choice in event["choices"])
+        return text, {name: told[-1]["usage"][name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
 
     def test_the_next_turn_pulls_only_what_is_new(self, pair: Pair) -> None:
         """Both servers find its beginning, up to the last border before it ended."""
