@@ -106,7 +106,7 @@ LABELLED = {
     ),
     "pool_blocks": (
         "event",
-        "Blocks: put, refused (not all of it was kept), left (too many waited), fetched, gone (not there when "
+        "Blocks: put, refused (not all of it was kept, twice), left (too many waited), fetched, gone (not there when "
         "they were to be fetched).",
     ),
     "pool_bytes": ("event", "Bytes of objects, on all ranks: put, fetched."),

@@ -6,7 +6,8 @@ A prompt that is computed here passes through these states, each at most once:
         '--- it holds no more, or computing would be faster -----------'--- some blocks were gone ---> fewer are found
 
 And a block that host memory has come to hold: remembered, pinned while it is copied, put. Puts are few at a time, the
-end of a prompt first, so that it is evicted from the pool first; what waits for too long is left out.
+end of a prompt first, so that it is evicted from the pool first; what waits for too long is left out. What the pool has
+not kept is put once more: a full one refuses a part of most puts, and makes room meanwhile.
 
 A pool that fails is not asked for a while. All that is lost then is time that was granted anyway. Everything runs on
 the scheduler's thread, but the look-ups.
@@ -92,6 +93,7 @@ class _Put:
     namespace: str
     hosts: HeldBlocks  # lent
     ends: PoolEnds
+    once_more: "set[BlockHashWithGroupId]"  # those that were not kept before
 
 
 U = TypeVar("U", _Fetch, _Put)
@@ -146,6 +148,7 @@ class SharedPool(SchedulerRole):
         self._behind: dict[str, _Asking | _Fetch] = {}  # what another request has begun, by who waits for it
         self._asked: set[str] = set()  # requests that are not looked up again
         self._to_put: list[BlockHashWithGroupId] = []
+        self._once_more: set[BlockHashWithGroupId] = set()  # those of them that were not kept before
         self._puts: dict[int, _Put] = {}
         self._known: OrderedDict[BlockHashWithGroupId, None] = OrderedDict()  # in the pool, as far as known
         self._closed_until = -math.inf
@@ -230,6 +233,7 @@ class SharedPool(SchedulerRole):
             self._forget_key(asking)
         self._asking.clear()
         self._to_put.clear()
+        self._once_more.clear()
         self._known.clear()
         self._host.take_news()
         self._epoch, self._namespace = secrets.token_hex(8), ""
@@ -255,6 +259,7 @@ class SharedPool(SchedulerRole):
         assert {id(each) for each in self._begun.values()} <= under_way, "what has ended is waited for"
         assert {id(each) for each in self._waiting.values()} <= under_way, "the same, by its request"
         assert len(self._puts) <= _MAX_PUTS, "more is put at a time than is allowed"
+        assert self._once_more <= set(self._to_put), "a block is to be put once more that does not wait"
 
     # Looking up
 
@@ -424,6 +429,8 @@ class SharedPool(SchedulerRole):
     def _begin_put(self) -> None:
         """Put the blocks that have come last: of a prompt, its end."""
         taken = [self._to_put.pop() for _ in range(min(_PUT_BLOCKS, len(self._to_put)))][::-1]
+        once_more = self._once_more.intersection(taken)
+        self._once_more -= once_more
         held = [(key, host) for key, host in zip(taken, self._host.holding(tuple(taken)), strict=True) if host]
         if not held:
             return
@@ -431,18 +438,25 @@ class SharedPool(SchedulerRole):
         self._loans.lend(hosts, 0)
         order = self._order(keys, hosts, _PUT_S)
         self._orders += Orders(puts=(order,))
-        self._puts[order.pool_id] = _Put(keys, order.namespace, hosts, PoolEnds(0))
+        self._puts[order.pool_id] = _Put(keys, order.namespace, hosts, PoolEnds(0), once_more)
 
     def _end_put(self, put: _Put) -> None:
         self._loans.take_back(put.hosts)
         if put.ends.failed:
             self._close_for_a_while()
         last = len(put.keys) - 1
-        for index, key in enumerate(put.keys if put.namespace == self._namespace else ()):
-            if last - index not in put.ends.missing:
-                self._know(key)
-        self._counts["pool_blocks", "put"] += len(put.keys) - len(put.ends.missing)
-        self._counts["pool_blocks", "refused"] += len(put.ends.missing)
+        missing = {put.keys[last - number] for number in put.ends.missing}
+        self._counts["pool_blocks", "put"] += len(put.keys) - len(missing)
+        is_valid = put.namespace == self._namespace
+        for key in put.keys:
+            if key not in missing:
+                if is_valid:
+                    self._know(key)
+            elif is_valid and key not in put.once_more and len(self._to_put) < _MAX_TO_PUT:
+                self._to_put.append(key)
+                self._once_more.add(key)
+            else:
+                self._counts["pool_blocks", "refused"] += 1
 
     def _know(self, key: "BlockHashWithGroupId") -> None:
         """Note that a block need not be put again."""

@@ -26,6 +26,7 @@ class SimulatedPool(ObjectStore, StoreThread):
     def __init__(self, clock: ManualClock) -> None:  # no thread
         self.objects: dict[str, list[int]] = {}
         self.fails = self.is_stuck = False
+        self.refuses = 0  # blocks, before it has room again
         self.looked_up: list[str] = []
         self.clock = clock
         self._asked: list[tuple[Callable[[ObjectStore], Any], Future[Any]]] = []
@@ -118,10 +119,15 @@ class PooledWorker:
             assert self._slot(put.order, index) == held, "I5: a slot is written while it is put"
         if self._pool.fails or not put.in_time:
             return PoolEnds.nothing(put.order)
+        missing = set()
         for index, held in enumerate(put.found):
+            if self._pool.refuses:
+                self._pool.refuses -= 1
+                missing.add(index)
+                continue
             kept = self._pool.objects.setdefault(self._key(put.order, index), list(held))
             assert kept == list(held), "two blocks of one name differ"
-        return PoolEnds(1)
+        return PoolEnds(1, frozenset(missing))
 
     def _end_fetch(self, fetch: _UnderWay) -> PoolEnds:
         if self._pool.fails or not fetch.in_time:

@@ -203,6 +203,55 @@ class TestPutting:
         assert counted(writer, "pool_blocks: put") == 8 * 25
         assert not writer.side.wants_step()
 
+    def test_what_a_full_pool_has_refused_is_put_once_more(self, world: World) -> None:
+        world.pool.refuses = 7
+        writer = fill(world)
+        assert counted(writer, "pool_blocks: refused") == 0
+        compute(world, writer, [*FIRST, 1])
+        for _ in range(40):
+            world.step()
+        assert counted(writer, "pool_blocks: put") == TURN // BLOCK, "what is there is not put again"
+
+    def test_what_is_refused_twice_is_left_out(self, world: World) -> None:
+        world.pool.refuses = 10_000
+        writer = an_engine(world)
+        compute(world, writer, FIRST)
+        for _ in range(40):
+            world.step()
+        assert counted(writer, "pool_blocks: refused") == TURN // BLOCK
+        assert world.pool.refuses == 10_000 - 2 * (TURN // BLOCK)
+        assert not writer.side.wants_step()
+
+    def test_what_was_under_way_when_the_pool_failed_is_put_when_it_works_again(self, world: World) -> None:
+        world.pool.fails = True
+        writer = an_engine(world)
+        compute(world, writer, FIRST)
+        for _ in range(40):
+            world.step()
+        world.pool.fails = False
+        world.clock.advance(RETRY_S)
+        for _ in range(40):
+            world.step()
+        assert counted(writer, "pool_blocks: put") == TURN // BLOCK == len(world.pool.objects)
+
+    @pytest.mark.parametrize("refused", [0, 64])
+    def test_a_put_that_a_reset_overtakes_is_none_of_what_is_put_from_then_on(self, world: World, refused: int) -> None:
+        short = FIRST[:100]  # is not looked up
+        world.pool.refuses = refused
+        writer = an_engine(world)
+        compute(world, writer, short)
+        while not pool_of(writer)._puts:
+            world.step()
+        assert writer.scheduler.reset_prefix_cache(reset_connector=True)
+        while pool_of(writer)._puts:
+            world.step()
+        assert not writer.side.wants_step()
+        before, world.pool.refuses = len(world.pool.objects), 0
+        compute(world, writer, [*short, 1])
+        for _ in range(40):
+            world.step()
+        assert len(world.pool.objects) == before + 100 // BLOCK
+
 
 class TestTrouble:
     def test_a_pool_that_fails_costs_nothing_but_the_look_up(self, world: World) -> None:
