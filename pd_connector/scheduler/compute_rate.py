@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 _LEAST_TOKENS = 256
 #: Weight of a prompt that took longer than those before: other work may have been the reason.
 _WEIGHT = 0.1
+#: What is computed within so long is not looked for elsewhere, as to bring it takes about that. Never more than so many
+#: tokens, because not all of a prompt's time grows with its length; and so many as long as the rate is unknown.
+_WORTH_S, _WORTH_TOKENS = 0.02, 128
 _UNKNOWN_S, _LEAST_S, _MOST_S = 1.0, 0.05, 10.0
 
 
@@ -71,9 +74,10 @@ class ComputeRate:
         """Note that a request has left. Unknown ones are ignored."""
         self._prompts.pop(request_id, None)
 
-    def tokens_in(self, seconds: float) -> float:
-        """Return how many tokens are computed in ``seconds``, about; infinity if that is not known."""
-        return seconds * self._per_second if self._per_second else math.inf
+    @property
+    def least_tokens(self) -> int:
+        """How many tokens must be missing to be looked for elsewhere: 128, or fewer that take 20 ms to compute."""
+        return math.ceil(min(_WORTH_S * self._per_second or math.inf, _WORTH_TOKENS))
 
     def seconds_for(self, tokens: int) -> float:
         """Return how long computing ``tokens`` takes, about: between 0.05 and 10 s, and 1 s if that is not known."""

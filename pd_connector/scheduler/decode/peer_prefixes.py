@@ -51,9 +51,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: What is computed within so long is not asked for, as a pull takes about that. Never more than so many tokens, because
-#: not all of a prompt's time grows with its length; and so many as long as the rate is unknown.
-_LEAST_S, _LEAST_TOKENS = 0.02, 128
 _MESSAGE_S = 2.0
 #: Requests that are asked for, or wait for a pull, at a time; others wait until one of them goes on.
 _MAX_UNDER_WAY = 16
@@ -256,8 +253,7 @@ class PeerPrefixes(SchedulerRole):
         missing = request.num_prompt_tokens - 1 - computed_tokens
         own_tokens = self._blocks.hash_tokens
         number = computed_tokens // own_tokens
-        worth_it = math.ceil(min(max(self._rate.tokens_in(_LEAST_S), 1), _LEAST_TOKENS))
-        is_little = missing < worth_it or number >= request.num_prompt_tokens // own_tokens
+        is_little = missing < self._rate.least_tokens or number >= request.num_prompt_tokens // own_tokens
         if is_little or is_decode_leg(params) or computes_whole_prompt(request):
             return False
         peers = self._peers_for(request)
@@ -273,7 +269,7 @@ class PeerPrefixes(SchedulerRole):
             return True
         self._asked.add(request.request_id)
         in_host = self._held_in_host(request, computed_tokens)
-        least = computed_tokens + in_host + worth_it
+        least = computed_tokens + in_host + self._rate.least_tokens
         if least >= request.num_prompt_tokens:
             return False
         asking = _Asking(

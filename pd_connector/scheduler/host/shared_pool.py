@@ -46,8 +46,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: What is computed within so long is not looked for, and never so few tokens.
-_LEAST_S, _LEAST_TOKENS = 0.02, 128
 #: A look-up that takes longer says that something is wrong with the pool.
 _SLOW_S, _LOOKUP_S = 0.5, 2.0
 _MAX_UNDER_WAY = 4  # requests that wait for the pool: a rank fetches for one after the other
@@ -267,7 +265,7 @@ class SharedPool(SchedulerRole):
         """Look up what a request lacks; return whether it is to wait."""
         request_id, now = request.request_id, self._clock()
         missing = request.num_prompt_tokens - 1 - computed_tokens
-        worth_it = math.ceil(min(max(self._rate.tokens_in(_LEAST_S), 1), _LEAST_TOKENS))
+        worth_it = self._rate.least_tokens
         if missing < worth_it or is_decode_leg(request.kv_transfer_params) or computes_whole_prompt(request):
             return False
         if len(self._asking) + len(self._waiting) >= _MAX_UNDER_WAY:

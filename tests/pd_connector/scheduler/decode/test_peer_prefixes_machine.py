@@ -76,12 +76,14 @@ class PrefixMachine(RuleBasedStateMachine):
     def cut_or_mend(self, name: str) -> None:
         self.engines[name].is_cut = not self.engines[name].is_cut
 
-    @rule(trouble=st.sampled_from(["fails", "is_stuck", "loses"]))
+    @rule(trouble=st.sampled_from(["fails", "is_stuck", "loses", "refuses"]))
     def trouble_the_pool(self, trouble: str) -> None:
-        """It fails, answers nothing, or is mended; or it has lost some of its objects."""
+        """It fails, answers nothing, or is mended; or it has lost some of its objects, or takes none for a while."""
         pool = self.world.pool
         if trouble == "loses":
             pool.lose(every=3)
+        elif trouble == "refuses":
+            pool.refuses = 20
         else:
             setattr(pool, trouble, not getattr(pool, trouble))
 
