@@ -16,6 +16,8 @@ from transfer.peers import Address
 
 #: How long the master keeps a client that it does not hear of.
 CLIENT_TTL_S = 3
+#: Long, as servers may fill the machine meanwhile.
+_START_TIMEOUT_S = 120.0
 
 
 class MooncakeProcesses:
@@ -47,11 +49,14 @@ class MooncakeProcesses:
     @contextmanager
     def client_stopped(self) -> Iterator[None]:
         """Stop the client, so that it answers nothing, for as long as the context lasts."""
-        stop(self.client.pid)
-        try:
+        with _stopped(self.client):
             yield
-        finally:
-            self.client.send_signal(signal.SIGCONT)
+
+    @contextmanager
+    def master_stopped(self) -> Iterator[None]:
+        """The same with the master."""
+        with _stopped(self.master):
+            yield
 
     def close(self) -> None:
         """End both."""
@@ -79,13 +84,26 @@ class MooncakeProcesses:
                 stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
                 env={**os.environ, "MC_RPC_TIMEOUT_MS": "500"},
             )  # fmt: skip
-        until(lambda: _listens(port), within_s=20)
+        try:
+            until(lambda: _listens(port), f"{program} listens at {port}", within_s=_START_TIMEOUT_S)
+        except BaseException:
+            _kill(process)
+            raise
         return process
 
 
 def _listens(port: int) -> bool:
     with socket.socket() as connection:
         return connection.connect_ex(("127.0.0.1", port)) == 0
+
+
+@contextmanager
+def _stopped(process: "subprocess.Popen[bytes]") -> Iterator[None]:
+    stop(process.pid)
+    try:
+        yield
+    finally:
+        process.send_signal(signal.SIGCONT)
 
 
 def _kill(process: "subprocess.Popen[bytes]") -> None:
