@@ -186,10 +186,14 @@ def _halves(rows: UInt8Array, block_tokens: int) -> tuple[UInt8Array, UInt8Array
     return first, second
 
 
-def compare(samples: Sequence[Sample]) -> Disagreement | None:
+def compare(samples: Sequence[Sample], model_dtype: str) -> Disagreement | None:
     """Return the difference of the lowest layer that differs by more than rounding explains; None if there is none.
 
     Samples without tokens or heads prove nothing and are passed over.
+
+    Args:
+        samples: in any order.
+        model_dtype: in which the model computes: what is kept with more digits, as states are, is rounded like that.
     """
     before: float | None = None  # error of nine in ten tokens of the layers before this one, None if there is none
     for _, layer in groupby(sorted(samples, key=_depth), key=_depth):
@@ -198,7 +202,7 @@ def compare(samples: Sequence[Sample]) -> Disagreement | None:
             if not sample.computed.size:
                 continue
             errors = _Errors(sample)
-            if difference := _difference(sample, errors, before):
+            if difference := _difference(sample, errors, before, model_dtype):
                 return difference
             most.append(errors.of(0.9))
         before = max(most) if len(most) > 1 else before
@@ -225,8 +229,9 @@ class _Errors:
         return None if self._scaled is None else _factor(*self._scaled, self.of(0.5))
 
 
-def _difference(sample: Sample, errors: _Errors, before: float | None) -> Disagreement | None:
-    allowed = _TOLERANCES[sample.format]
+def _difference(sample: Sample, errors: _Errors, before: float | None, model_dtype: str) -> Disagreement | None:
+    kept = _TOLERANCES[sample.format]
+    allowed = max(kept, _TOLERANCES.get(model_dtype, kept), key=lambda tolerance: tolerance.first)
     if sample.depth == 0:
         checks = [(0.5, allowed.first), (0.9, allowed.first_most)]
     elif before is None:

@@ -90,13 +90,27 @@ class Comparison:
     """Compares what a worker has computed with what it has pulled. Any thread may call it."""
 
     def __init__(
-        self, caches: WorkerGeometry, read: BlockReader, scratch: Scratch, formats: Mapping[Plane, str]
+        self,
+        caches: WorkerGeometry,
+        read: BlockReader,
+        scratch: Scratch,
+        formats: Mapping[Plane, str],
+        model_dtype: str,
     ) -> None:
-        """``read`` reaches the memory of ``caches``. ``formats``: of the values of each of their planes."""
+        """Compare ``caches``.
+
+        Args:
+            caches: of this rank.
+            read: reaches their memory.
+            scratch: with what was pulled.
+            formats: of the values of each of their planes.
+            model_dtype: in which the model computes, as vLLM names it.
+        """
         self._caches = caches
         self._read = read
         self._scratch = scratch
         self._formats = formats
+        self._model_dtype = model_dtype
         names = sorted({name for group in caches.groups for name in group.layers})
         self._depths = {name: _depth(name, number) for number, name in enumerate(names)}
 
@@ -105,7 +119,7 @@ class Comparison:
     ) -> CanaryEnds:
         """Return whether the two agree. Neither may change meanwhile. ``lacking_states``: see ``PullEnd``."""
         samples = self._samples(pulled, computed) + self._states(pulled, computed, lacking_states)
-        difference = compare(samples)
+        difference = compare(samples, self._model_dtype)
         compared = sum(bool(sample.computed.size) for sample in samples)
         return CanaryEnds(1, samples=compared, difference="" if difference is None else str(difference))
 
@@ -312,4 +326,4 @@ def canary_pulls(
     )  # fmt: skip
     # A canary may have nearly all scratch memory. That it lacks some for as long as a read may last harms nobody.
     pulls = Pulls(scratch_context, _IDLE_S, max_quarantined=1.0)
-    return CanaryPulls(pulls, Comparison(caches, read, scratch, formats))
+    return CanaryPulls(pulls, Comparison(caches, read, scratch, formats, context.model.model_dtype))

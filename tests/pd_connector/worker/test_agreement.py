@@ -81,7 +81,7 @@ class Model:
         """Compare two sound engines, one of which then has ``fault``: values that it changes, or new ones."""
         pulled = self.computed()
         changed = fault(pulled)
-        return compare(self.samples(self.computed(), pulled if changed is None else changed))
+        return compare(self.samples(self.computed(), pulled if changed is None else changed), self.form)
 
 
 def found(difference: Disagreement | None) -> Disagreement:
@@ -97,14 +97,23 @@ def found(difference: Disagreement | None) -> Disagreement:
 @pytest.mark.parametrize("seed", range(2))
 def test_three_times_the_rounding_of_sound_engines_is_no_difference(form: str, tokens: int, seed: int) -> None:
     model = Model(form, tokens, seed=seed)
-    assert compare(model.samples(model.computed(3.0), model.computed(0.0))) is None
+    assert compare(model.samples(model.computed(3.0), model.computed(0.0)), form) is None
+
+
+@pytest.mark.parametrize(("model_dtype", "agree"), [("bfloat16", True), ("float32", False), ("float64", False)])
+def test_what_is_kept_with_more_digits_than_the_model_computes_with_is_rounded_like_the_model(
+    model_dtype: str, agree: bool
+) -> None:
+    """States in float32, of a model in bfloat16."""
+    model = Model("float32")
+    assert (compare(model.samples(model.computed(300.0), model.computed(0.0)), model_dtype) is None) is agree
 
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_a_single_token_is_compared(form: str) -> None:
     model = Model(form, 1)
-    assert compare(model.samples(model.computed(), model.computed())) is None
-    assert compare(model.samples(model.computed(), model.other(*model.values.shape)))
+    assert compare(model.samples(model.computed(), model.computed()), form) is None
+    assert compare(model.samples(model.computed(), model.other(*model.values.shape)), form)
 
 
 def test_other_experts_for_some_tokens_are_no_difference_in_deeper_layers() -> None:
@@ -163,7 +172,9 @@ def test_other_factors_of_longrope_are_noticed(tokens: int) -> None:
     short, long = (a_rope(parameters | {"long": length}, length) for length in (4096, 8192))
     model = Model(tokens=tokens)
     model.values[:, 0, :, :, ::16] -= 60.0
-    difference = found(compare(model.samples(rotated(model.computed(), short), rotated(model.computed(), long))))
+    difference = found(
+        compare(model.samples(rotated(model.computed(), short), rotated(model.computed(), long)), model.form)
+    )
     assert (difference.layer, difference.part, difference.factor) == ("layers.0", "k", None)
 
 
@@ -172,7 +183,9 @@ def test_another_magnitude_of_yarn_is_noticed_and_named() -> None:
     yarn = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 8192}
     one, other = a_rope(yarn), a_rope(yarn | {"attention_factor": 1.0})
     model = Model()
-    difference = found(compare(model.samples(rotated(model.computed(), one), rotated(model.computed(), other))))
+    difference = found(
+        compare(model.samples(rotated(model.computed(), one), rotated(model.computed(), other)), model.form)
+    )
     assert (difference.layer, difference.part) == ("layers.0", "k")
     assert difference.factor == pytest.approx(0.1 * np.log(16) + 1, rel=0.01)
     assert "1.27" in str(difference)
@@ -284,13 +297,15 @@ def test_equal_caches_agree_whatever_is_in_them() -> None:
     random = np.random.default_rng(0)
     for form in [*FORMATS, "int8", "bytes"]:
         data = random.integers(0, 256, (40, 2, 64), np.uint8)
-        assert compare([Sample("l", depth, "k", form, data, data.copy()) for depth in range(2)]) is None
+        assert compare([Sample("l", depth, "k", form, data, data.copy()) for depth in range(2)], form) is None
 
 
 def test_nothing_on_both_sides_agrees() -> None:
     for shape in ((40, 2, 64), (0, 2, 64), (40, 0, 64)):
         empty = np.zeros(shape, np.uint8)
-        assert compare([Sample("l", depth, "k", form, empty, empty) for depth in range(2) for form in FORMATS]) is None
+        assert (
+            compare([Sample("l", depth, "k", form, empty, empty) for depth in range(2) for form in FORMATS], "") is None
+        )
 
 
 def test_what_is_infinite_on_both_sides_does_not_hide_the_rest() -> None:
@@ -298,16 +313,16 @@ def test_what_is_infinite_on_both_sides_does_not_hide_the_rest() -> None:
     sides = model.computed(), model.computed()
     for side in sides:
         side[:, :, 3, 1, 5] = np.inf
-    assert compare(model.samples(*sides)) is None
+    assert compare(model.samples(*sides), model.form) is None
     sides[1][6, 1] = model.other()
-    assert found(compare(model.samples(*sides))).layer == "layers.6"
+    assert found(compare(model.samples(*sides), model.form)).layer == "layers.6"
 
 
 def test_one_value_that_overflows_on_one_side_is_no_difference() -> None:
     model = Model("float16")
     sides = model.computed(), model.computed()
     sides[0][:, :, 3, 1, 5], sides[1][:, :, 3, 1, 5] = 65504, np.inf
-    assert compare(model.samples(*sides)) is None
+    assert compare(model.samples(*sides), model.form) is None
 
 
 @pytest.mark.parametrize(
@@ -317,7 +332,7 @@ def test_bytes_of_unknown_meaning_are_counted(share: float, depth: int, differs:
     random = np.random.default_rng(1)
     computed = random.integers(0, 256, (64, 1, 132), np.uint8)
     pulled = computed ^ (random.random(computed.shape) < share)
-    difference = compare([Sample("l", depth, "kv", "bytes", computed, np.asarray(pulled, np.uint8))])
+    difference = compare([Sample("l", depth, "kv", "bytes", computed, np.asarray(pulled, np.uint8))], "")
     assert (difference is not None) is differs
     assert not differs or f"{share:.0%}"[0] in str(difference)
 

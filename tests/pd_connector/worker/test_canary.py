@@ -65,7 +65,7 @@ def checked(site: Site, worker: DecodeWorker, form: str = "bytes") -> Checked:
     reads = RemoteReader(CostModel.of_protocol("tcp"), scratch.geometry.regions)
     context = replace(worker.context(), local=scratch.geometry, reads=reads, raise_fence=no_fence)
     formats = {plane: form for group in caches.groups for plane in group.planes}
-    comparison = Comparison(caches, _in_place(), scratch, formats)
+    comparison = Comparison(caches, _in_place(), scratch, formats, form)
     return site.add(_Closing(worker, CanaryPulls(Pulls(context, 0.0), comparison)))
 
 

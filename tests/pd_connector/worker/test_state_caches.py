@@ -174,7 +174,7 @@ class TestComparison:
                 first = (ctypes.c_float * plane.content * plane.heads).from_address(plane.address + plane.block_stride)
                 values = np.ctypeslib.as_array(first)
                 values *= factor
-        comparison = Comparison(rank.geometry, in_place, scratch, {})
+        comparison = Comparison(rank.geometry, in_place, scratch, {}, "float32")
         order: Any = SimpleNamespace(local_block_ids=((0, 0, 0, 1),), first_token=0, end_token=STATE_TOKENS)
         computed = CanaryReference("r", ((0, 0, 0, 4),))
         return comparison(order, computed, {(0, 3)} if lacking else ())
