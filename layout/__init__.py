@@ -20,7 +20,6 @@ Public modules:
     states          which states of a request a block table has
     tails           which rows of a request's last blocks a pull leaves as they are
     scratch         a few blocks of a cache once more, in memory of their own
-    cross_layer     buffers that hold all layers of a block together
     checksums       checksums of cached tokens, comparable across any two geometries
 """
 
@@ -32,7 +31,6 @@ __all__ = [
     "conversion",
     "copies",
     "cost",
-    "cross_layer",
     "geometry",
     "host_blocks",
     "host_slots",

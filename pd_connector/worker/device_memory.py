@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from layout.cross_layer import ALIGNMENT
 from layout.geometry import Region
+from pd_connector.vllm.cross_layer_tensors import ALIGNMENT
 from transfer.copies.reshape.reshape_torch import SideStream
 
 

@@ -211,7 +211,5 @@ def _failed_check(runner: Any, form: "CacheForm") -> str:
 
 def _allocate_together(form: "CacheForm", device: Any) -> JoinedCaches:
     from pd_connector.vllm.cross_layer_tensors import allocate_cross_layer  # noqa: PLC0415
-    from pd_connector.vllm.npu.cache_form import ORDER  # noqa: PLC0415
 
-    tokens = form.parts[0].block[0]  # heads, if the runner puts these first: both lie inside the block
-    return JoinedCaches(allocate_cross_layer(form.cache_parts, form.layers, form.blocks, tokens, device, ORDER).layers)
+    return JoinedCaches(allocate_cross_layer(form.parts, form.layers, form.blocks, device))

@@ -9,11 +9,7 @@ from typing import Any
 
 import torch
 
-from layout.cross_layer import CachePart
 from pd_connector.vllm.npu.cache_check import PartShape
-
-#: What a whole block of all layers is: [blocks, layers, ...], inside a block of a layer as the runner has it.
-ORDER = "BLNHC"
 
 _PLAIN_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MLA_NAMES, _NAMES = ("mla_latent", "mla_rope"), ("k", "v")
@@ -31,14 +27,6 @@ class CacheForm:
     blocks: int  # the kernel's
     block_tokens: int  # in a block of the kernel
     parts: tuple[PartShape, ...]
-
-    @property
-    def cache_parts(self) -> list[tuple[CachePart, torch.dtype]]:
-        """The parts as ``allocate_cross_layer`` takes them: axis 1 of a block may be heads, and 0 tokens."""
-        return [
-            (CachePart(part.name, 0, part.block[1], part.block[2], int(part.dtype.itemsize)), part.dtype)
-            for part in self.parts
-        ]
 
     @property
     def block_bytes(self) -> int:

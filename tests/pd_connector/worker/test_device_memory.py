@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from layout.cross_layer import ALIGNMENT
 from pd_connector.config import parse_config
+from pd_connector.vllm.cross_layer_tensors import ALIGNMENT
 from pd_connector.worker import transfer_engine
 from pd_connector.worker.device_memory import DeviceIdentityMemory, device_memory
 from transfer.engine.mooncake import IDENTITY_BYTES, MooncakeOptions

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from layout.cross_layer import ALIGNMENT
 from layout.geometry import WorkerGeometry
 from layout.host_blocks import host_layout
 from layout.plan import BlockTable, compile_plans
@@ -22,6 +21,7 @@ from pd_connector.scheduler.scheduler import ConnectorScheduler
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm import layouts
 from pd_connector.vllm.cache_groups import GroupSpec, Ranks
+from pd_connector.vllm.cross_layer_tensors import ALIGNMENT
 from pd_connector.vllm.npu import allocation
 from pd_connector.vllm.releases import installed
 from pd_connector.vllm.releases.newest import VllmRelease
