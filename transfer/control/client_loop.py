@@ -22,27 +22,12 @@ from transfer.control.failures import AuthenticationFailed, ClientClosed, PeerRe
 from transfer.control.keys import ControlKeys
 from transfer.control.limits import ThrottledWarnings
 from transfer.control.messages import (
-    Cancel,
-    Cancelled,
-    Checksummed,
-    Checksums,
+    REPLY_NAMES,
     Error,
     ErrorCode,
-    Find,
-    Follow,
-    Followed,
-    Found,
-    Hello,
-    Locate,
-    Located,
     MalformedMessage,
-    Release,
-    Released,
-    Renew,
-    Renewed,
     Reply,
     RequestFor,
-    Welcome,
     decode_reply,
 )
 from transfer.control.peer_sockets import ClientSettings, PeerPool, PeerSocket, Resolved
@@ -52,16 +37,6 @@ from transfer.peers import Address, AllowedPeers
 
 logger = logging.getLogger(__name__)
 
-_REPLY_TYPE: dict[type, type] = {
-    Hello: Welcome,
-    Renew: Renewed,
-    Release: Released,
-    Cancel: Cancelled,
-    Follow: Followed,
-    Checksums: Checksummed,
-    Locate: Located,
-    Find: Found,
-}
 _REPLIES_PER_TURN = 64  # of one peer, before the other peers get their turn
 #: A timer that is later: this process was stopped, or had no processor.
 _STOPPED_S = 1.0
@@ -371,7 +346,7 @@ class ClientLoop:
             self._count(late_replies=self._counters.late_replies + 1)
         elif isinstance(reply, Error):
             self._take_error(pending, reply)
-        elif not isinstance(reply, _REPLY_TYPE[type(pending.request)]):
+        elif type(reply).__name__ != REPLY_NAMES[type(pending.request)]:
             self._ignore_malformed(peer, f"a {reply.__struct_config__.tag!r} does not answer a {pending.kind!r}")
         else:
             self._count(answered=self._counters.answered + 1)

@@ -88,7 +88,7 @@ Only who asks for a transfer by its name, or for a prefix, may leave it empty.
 """
 
 from enum import StrEnum
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar, get_args
 
 import msgspec
 
@@ -361,6 +361,12 @@ class Error(msgspec.Struct, frozen=True, tag="error"):
 
 Request = Hello | Renew | Release | Cancel | Follow | Checksums | Locate | Find
 Reply = Welcome | Renewed | Released | Cancelled | Followed | Checksummed | Located | Found | Error
+
+#: The class of the reply to each kind of request, as ``RequestFor`` names it.
+REPLY_NAMES: dict[type, str] = {
+    each: get_args(each.__orig_bases__[0])[0].__forward_arg__  # type: ignore[attr-defined]  # of generics
+    for each in get_args(Request)
+}
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
