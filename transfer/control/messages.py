@@ -93,6 +93,7 @@ from typing import Annotated, Any, Generic, TypeVar, get_args
 import msgspec
 
 from layout.geometry import ModelIdentity, WorkerGeometry
+from transfer.control.limits import MAX_BORDERS, MAX_HASHES, MAX_ID_CHARACTERS, MAX_LEASE_IDS, MAX_READERS
 
 #: Changes with what a peer of another version would get wrong. From 2 on, identities tell what a model was built with,
 #: prefill engines are proven, and a lease may have to be located before it is read.
@@ -159,6 +160,10 @@ class NoChecksums(StrEnum):
     FAILED = "failed"  # a worker could not read its blocks; its log says why
 
 
+#: Of an engine, a lease, a pull or the like, or a digest.
+_Id = Annotated[str, msgspec.Meta(max_length=MAX_ID_CHARACTERS)]
+_Ids = Annotated[tuple[_Id, ...], msgspec.Meta(max_length=MAX_LEASE_IDS)]
+
 _Reply_co = TypeVar("_Reply_co", bound="Reply", covariant=True)
 
 
@@ -169,7 +174,7 @@ class RequestFor(msgspec.Struct, Generic[_Reply_co], frozen=True):
 class Hello(RequestFor["Welcome"], frozen=True, tag="hello"):
     """Ask for the geometry of all workers of an engine."""
 
-    engine_id: str
+    engine_id: _Id
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
@@ -192,9 +197,9 @@ class Renew(RequestFor["Renewed"], frozen=True, tag="renew"):
     P may limit how often a lease is renewed, and may end one that is not being read when it is short of blocks.
     """
 
-    engine_id: str
-    lease_ids: tuple[str, ...]
-    reading: tuple[str, ...] = ()  # those of ``lease_ids`` whose blocks are being read for the next time to live
+    engine_id: _Id
+    lease_ids: _Ids
+    reading: _Ids = ()  # those of ``lease_ids`` whose blocks are being read for the next time to live
 
 
 class Renewed(msgspec.Struct, frozen=True, tag="renewed"):
@@ -206,13 +211,13 @@ class Renewed(msgspec.Struct, frozen=True, tag="renewed"):
 class Release(RequestFor["Released"], frozen=True, tag="release"):
     """A reader has finished reading (or will not read) its share of a lease's blocks."""
 
-    engine_id: str
-    lease_id: str
+    engine_id: _Id
+    lease_id: _Id
     reader: int  # 0 <= reader < readers
-    readers: int  # how many readers will release this lease
-    pull_id: str  # of the finished read: tells a repeated release from the release of a second read
-    contents: str  # digest of what was read; must equal the one that P computed when it granted the lease
-    place: str = "device"  # one of ``Place``: where it was read, which must be where the lease lies
+    readers: Annotated[int, msgspec.Meta(le=MAX_READERS)]  # how many readers will release this lease
+    pull_id: _Id  # of the finished read: tells a repeated release from the release of a second read
+    contents: _Id  # digest of what was read; must equal the one that P computed when it granted the lease
+    place: _Id = "device"  # one of ``Place``: where it was read, which must be where the lease lies
     #: Control channel of the reader's engine, host:port, which answers ``Find``; empty if it serves no prefixes.
     prefixes_at: Annotated[str, msgspec.Meta(max_length=300)] = ""
 
@@ -228,9 +233,9 @@ class Released(msgspec.Struct, frozen=True, tag="released"):
 class Cancel(RequestFor["Cancelled"], frozen=True, tag="cancel"):
     """End leases at once, even if somebody still reads, or before they are granted. Unknown ids are ignored."""
 
-    engine_id: str  # empty, with transfer ids only: of whichever engine this is
-    lease_ids: tuple[str, ...]
-    transfer_ids: tuple[str, ...] = ()  # whose leases to end; remembered if their requests are still to come
+    engine_id: _Id  # empty, with transfer ids only: of whichever engine this is
+    lease_ids: _Ids
+    transfer_ids: _Ids = ()  # whose leases to end; remembered if their requests are still to come
 
 
 class Cancelled(msgspec.Struct, frozen=True, tag="cancelled"):
@@ -240,8 +245,8 @@ class Cancelled(msgspec.Struct, frozen=True, tag="cancelled"):
 class Follow(RequestFor["Followed"], frozen=True, tag="follow"):
     """Ask how far a named prompt is, beyond what is known. P answers when there is more, or after ``wait_s``."""
 
-    engine_id: str  # empty: of whichever engine this is
-    transfer_id: str
+    engine_id: _Id  # empty: of whichever engine this is
+    transfer_id: _Id
     attempt: Annotated[int, msgspec.Meta(ge=-1)] = -1  # to which ``tokens`` refer; -1: nothing is known
     tokens: Annotated[int, msgspec.Meta(ge=0)] = 0  # known to be complete
     state: str = TransferState.UNKNOWN  # as last answered: a change of it is news, too
@@ -290,12 +295,12 @@ class Followed(msgspec.Struct, frozen=True, tag="followed"):
 class Checksums(RequestFor["Checksummed"], frozen=True, tag="checksums"):
     """Ask for the checksums of a lease's blocks, as ``layout.checksums`` defines them, for runs of its tokens."""
 
-    engine_id: str
-    lease_id: str
+    engine_id: _Id
+    lease_id: _Id
     worker: Annotated[int, msgspec.Meta(ge=0)]  # index in the welcome
     group: Annotated[int, msgspec.Meta(ge=0)]  # index in the worker
     #: Token numbers, ascending. Asks for one sum of the runs that begin between each two neighbours.
-    borders: tuple[Annotated[int, msgspec.Meta(ge=0, lt=2**31)], ...]
+    borders: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, lt=2**31)], ...], msgspec.Meta(max_length=MAX_BORDERS)]
 
 
 class Checksummed(msgspec.Struct, frozen=True, tag="checksummed"):
@@ -310,8 +315,8 @@ class Checksummed(msgspec.Struct, frozen=True, tag="checksummed"):
 class Locate(RequestFor["Located"], frozen=True, tag="locate"):
     """Ask where the blocks of a lease lie, to read them now. They stay there until the lease ends."""
 
-    engine_id: str
-    lease_id: str
+    engine_id: _Id
+    lease_id: _Id
 
 
 class Located(msgspec.Struct, frozen=True, tag="located"):
@@ -327,14 +332,20 @@ class Located(msgspec.Struct, frozen=True, tag="located"):
 class Find(RequestFor["Found"], frozen=True, tag="find"):
     """Ask for a lease over the longest beginning of a prompt whose blocks this engine holds on its device."""
 
-    engine_id: str  # empty: of whichever engine this is
-    find_id: str  # of this question
-    hashing: str  # how the hashes are made, which the engine must do alike
+    engine_id: _Id  # empty: of whichever engine this is
+    find_id: _Id  # of this question
+    hashing: _Id  # how the hashes are made, which the engine must do alike
     hash_tokens: Annotated[int, msgspec.Meta(ge=1, lt=2**31)]  # of which there is a hash each
     #: Of consecutive blocks of the prompt from its first token on; each is of all tokens up to its block's end.
-    hashes: tuple[Annotated[bytes, msgspec.Meta(min_length=1, max_length=64)], ...]
+    hashes: Annotated[
+        tuple[Annotated[bytes, msgspec.Meta(min_length=1, max_length=64)], ...], msgspec.Meta(max_length=MAX_HASHES)
+    ]
     least_tokens: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] = 0  # fewer are of no use, and not leased
     unit_tokens: Annotated[int, msgspec.Meta(ge=1, lt=2**31)] = 1  # nor what is no multiple of this
+
+    def __post_init__(self) -> None:
+        if len(set(self.hashes)) < len(self.hashes):  # else one block would be lent several times over in one lease
+            raise ValueError("a hash comes twice; those of one prompt's blocks are all different")
 
 
 class Found(msgspec.Struct, frozen=True, tag="found"):
@@ -363,10 +374,7 @@ Request = Hello | Renew | Release | Cancel | Follow | Checksums | Locate | Find
 Reply = Welcome | Renewed | Released | Cancelled | Followed | Checksummed | Located | Found | Error
 
 #: The class of the reply to each kind of request, as ``RequestFor`` names it.
-REPLY_NAMES: dict[type, str] = {
-    each: get_args(each.__orig_bases__[0])[0].__forward_arg__  # type: ignore[attr-defined]  # of generics
-    for each in get_args(Request)
-}
+REPLY_NAMES: dict[type, str] = {each: get_args(each.__orig_bases__[0])[0].__forward_arg__ for each in get_args(Request)}
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):

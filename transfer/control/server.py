@@ -17,7 +17,7 @@ from transfer.control.admission import Admission, AdmissionCounters
 from transfer.control.connections import FRAMES_READ, receive
 from transfer.control.failures import ControlStartError
 from transfer.control.keys import ControlKeys
-from transfer.control.limits import ServerLimits, ThrottledWarnings, exceeded_limit
+from transfer.control.limits import ServerLimits, ThrottledWarnings
 from transfer.control.messages import (
     MAX_FRAME_BYTES,
     MAX_REQUEST_BYTES,
@@ -69,14 +69,13 @@ class ControlHandler(Protocol):
 
 
 class ServerCounters(msgspec.Struct, frozen=True):
-    """Messages since the start, by outcome. Every message counts in exactly one of the first six fields."""
+    """Messages since the start, by outcome. Every message counts in exactly one of the first five fields."""
 
     requests: int = 0  # well-formed and passed to the handler, including repetitions
-    malformed: int = 0  # not a request of this protocol
+    malformed: int = 0  # not a request of this protocol, or above one of the maximums in ``limits``
     oversized: int = 0  # above MAX_REQUEST_BYTES, if it was read at all
     wrong_version: int = 0
     wrong_frames: int = 0  # not exactly one frame
-    over_limits: int = 0  # well-formed, but above one of the maximums in ``limits``
     handler_failures: int = 0  # requests whose handler raised, or whose reply could not be encoded
     replies_dropped: int = 0  # the peer has left, or does not read its replies
     admission: AdmissionCounters = AdmissionCounters()
@@ -88,7 +87,7 @@ class ServerCounters(msgspec.Struct, frozen=True):
             "authentication": self.admission.authentication_failures,
             "handshake": self.admission.handshake_failures,
             "connections": self.admission.connections_refused + self.admission.connections_cut,
-            "malformed": self.malformed + self.oversized + self.wrong_version + self.wrong_frames + self.over_limits,
+            "malformed": self.malformed + self.oversized + self.wrong_version + self.wrong_frames,
         }
 
 
@@ -318,8 +317,6 @@ class ControlServer:
             if len(frame) > MAX_REQUEST_BYTES:
                 cause = "oversized"
             return self._refuse(cause, sender, error.message_id, error.code, str(error))
-        if reason := exceeded_limit(request):
-            return self._refuse("over_limits", sender, message_id, ErrorCode.MALFORMED, reason)
         self._count(requests=self._counters.requests + 1)
         return self._ask_handler(peer, message_id, request)
 
