@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from layout.copies import Copies
-from layout.geometry import Region
 from tests.support.devices import npu_simulator
 from tests.support.devices.npu_device import RawDevice, view
 from tests.support.memory import Bytes, one_copy, shuffled_copies
@@ -22,7 +21,7 @@ from transfer.copies.batch.acl import AclRuntime
 from transfer.copies.batch.base import CopyFailed, Direction
 from transfer.memory import PinnedMemory
 
-LOAD, STORE, WITHIN = Direction.HOST_TO_DEVICE, Direction.DEVICE_TO_HOST, Direction.DEVICE_TO_DEVICE
+LOAD, STORE = Direction.HOST_TO_DEVICE, Direction.DEVICE_TO_HOST
 CHUNK = 4096
 
 
@@ -63,7 +62,8 @@ def test_blocks_go_to_the_device_and_back(device: RawDevice, count: int, size: i
     copies, places = shuffled_copies(there.address, source_memory.region.address, count, size)
     back_copies, back_places = shuffled_copies(back_memory.region.address, there.address, count, size)
     with device.copier(LOAD) as load, device.copier(STORE) as store:
-        store.submit(back_copies, after=load.submit(copies)).wait(WAIT_S)
+        load.submit(copies).wait(WAIT_S)
+        store.submit(back_copies).wait(WAIT_S)
     expected = source.reshape(count, size)[places]
     np.testing.assert_array_equal(device.get(there).reshape(count, size), expected)
     np.testing.assert_array_equal(back.reshape(count, size), expected[back_places])
@@ -89,17 +89,6 @@ def test_the_newer_call_is_used_where_there_is_one(device: RawDevice) -> None:
     after = device.count("batches"), device.count("batches_v2")
     has_newer = hasattr(device.library, "aclrtMemcpyBatchAsyncV2")
     assert (after[0] - before[0], after[1] - before[1]) == ((0, 1) if has_newer else (1, 0))
-
-
-def test_copies_within_the_device_go_one_by_one(device: RawDevice) -> None:
-    there, values = device.allocate(512), np.arange(256, dtype=np.uint8)
-    device.put(Region(there.address, 256), values)
-    copies, places = shuffled_copies(there.address + 256, there.address, 4, 64)
-    before = calls(device)
-    with device.copier(WITHIN) as within:
-        within.submit(copies).wait(WAIT_S)
-    assert (calls(device)[0] - before[0], calls(device)[1] - before[1]) == (0, 4)
-    np.testing.assert_array_equal(device.get(there)[256:].reshape(4, 64), values.reshape(4, 64)[places])
 
 
 def test_copies_without_bytes_are_left_out(device: RawDevice) -> None:
@@ -217,7 +206,8 @@ def test_a_batch_that_fails_half_way_has_come_to_rest_when_it_is_reported(
         monkeypatch.delenv("SIMACL_FAIL_AT")
         load.submit(copies).wait(WAIT_S)
     error = caught.value
-    assert (error.settled, error.code, error.name) == (True, 107000, "ACL_ERROR_RT_PARAM_INVALID")
+    assert error.settled
+    assert ": 107000 ACL_ERROR_RT_PARAM_INVALID: " in str(error)
     assert "acl, host to device: aclrtMemcpyBatchAsync" in str(error)
     assert "an address is not in the memory that the direction requires" in str(error)
     np.testing.assert_array_equal(device.get(there), source)
@@ -245,7 +235,7 @@ def test_the_wrong_direction_is_refused(device: RawDevice, direction: Direction)
     to, origin = ends if direction is STORE else ends[::-1]
     with device.copier(direction) as copier, pytest.raises(CopyFailed) as caught:
         copier.submit(one_copy(to, origin, 64)).wait(WAIT_S)
-    assert caught.value.code == 107000
+    assert ": 107000 " in str(caught.value)
 
 
 def test_memory_of_another_device_is_refused(device: RawDevice, library: Path) -> None:
@@ -253,7 +243,7 @@ def test_memory_of_another_device_is_refused(device: RawDevice, library: Path) -
     other = RawDevice(library, 1 - device.device)
     with other.copier(LOAD) as copier, pytest.raises(CopyFailed) as caught:
         copier.submit(one_copy(there.address, memory.region.address, 64)).wait(WAIT_S)
-    assert caught.value.code == 107000
+    assert ": 107000 " in str(caught.value)
     assert device.library.aclrtSetDevice(device.device) == 0
 
 
@@ -261,8 +251,7 @@ def test_a_thread_without_a_device_gets_nothing_done(device: RawDevice) -> None:
     there, (memory, _) = device.allocate(64), pinned(device, 64, 1)
     with device.copier(LOAD, sets_device=False) as copier, pytest.raises(CopyFailed) as caught:
         copier.submit(one_copy(there.address, memory.region.address, 64)).wait(WAIT_S)
-    assert (caught.value.code, caught.value.name) == (107002, "ACL_ERROR_RT_CONTEXT_NULL")
-    assert "no device is set in the calling thread" in str(caught.value)
+    assert "107002 ACL_ERROR_RT_CONTEXT_NULL: no device is set in the calling thread" in str(caught.value)
 
 
 # Host memory

@@ -17,13 +17,13 @@ from tests.support.memory import Bytes, one_copy, shuffled_copies
 from tests.support.waiting import WAIT_S
 from transfer.copies.batch.acl import AclRuntime
 from transfer.copies.batch.backends import Backend, open_copier, pinned_memory
-from transfer.copies.batch.base import BatchCopier, CopierStartError, Direction
-from transfer.copies.batch.copier import ThreadedCopier
+from transfer.copies.batch.base import CopierStartError, Direction
+from transfer.copies.batch.copier import BatchCopier
 from transfer.copies.batch.device import DeviceBackend
 from transfer.copies.batch.streams import DeviceStream
 from transfer.memory import PinnedMemory
 
-LOAD, STORE, WITHIN = Direction.HOST_TO_DEVICE, Direction.DEVICE_TO_HOST, Direction.DEVICE_TO_DEVICE
+LOAD, STORE = Direction.HOST_TO_DEVICE, Direction.DEVICE_TO_HOST
 SIZE = 64
 
 Calls = Callable[[str], int]
@@ -55,8 +55,8 @@ def test_blocks_go_to_the_device_and_back(device: int, count: int, size: int) ->
     (source_memory, source), (back_memory, back) = pinned(device, count * size, 1), pinned(device, count * size, 2)
     copies, places = shuffled_copies(cache.data_ptr(), source_memory.region.address, count, size)
     with open_copier(Backend.ACL, LOAD, device) as load, open_copier(Backend.ACL, STORE, device) as store:
-        loaded = load.submit(copies)
-        store.submit(one_copy(back_memory.region.address, cache.data_ptr(), count * size), after=loaded).wait(WAIT_S)
+        load.submit(copies).wait(WAIT_S)
+        store.submit(one_copy(back_memory.region.address, cache.data_ptr(), count * size)).wait(WAIT_S)
     np.testing.assert_array_equal(back.reshape(count, size), source.reshape(count, size)[places])
     np.testing.assert_array_equal(cache.cpu().numpy(), back)
 
@@ -77,15 +77,6 @@ def test_two_devices_copy_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> N
         copier.close()
     for cache, (_, source), place in zip(caches, sources, places, strict=True):
         np.testing.assert_array_equal(cache.cpu().numpy().reshape(-1, SIZE), source.reshape(-1, SIZE)[place])
-
-
-def test_copies_within_the_device_go_one_by_one(device: int, calls: Calls) -> None:
-    cache, (memory, source) = zeros(device, 2 * SIZE), pinned(device, SIZE, 1)
-    with open_copier(Backend.ACL, LOAD, device) as load, open_copier(Backend.ACL, WITHIN, device) as within:
-        loaded = load.submit(one_copy(cache.data_ptr(), memory.region.address, SIZE))
-        within.submit(one_copy(cache.data_ptr() + SIZE, cache.data_ptr(), SIZE), after=loaded).wait(WAIT_S)
-    assert calls("batches") + calls("batches_v2") == 1
-    np.testing.assert_array_equal(cache.cpu().numpy(), [*source, *source])
 
 
 def test_pinned_memory_is_pinned_for_torch_too(device: int, calls: Calls) -> None:
@@ -144,7 +135,7 @@ def test_with_a_kept_handle_it_would(monkeypatch: pytest.MonkeyPatch) -> None:
     """The hazard is there, so that the test above can fail."""
     monkeypatch.setenv("SIMACL_COPY_US", "200")
     runtime = AclRuntime.load(0)
-    with ThreadedCopier(DeviceBackend(runtime, KeptHandle("npu", 0), STORE), "kept handle") as store:
+    with BatchCopier(DeviceBackend(runtime, KeptHandle("npu", 0), STORE), "kept handle") as store:
         assert wrong_stores(store, 0, 500, until_wrong=True) > 0
 
 

@@ -14,7 +14,8 @@ from layout.geometry import Region
 from layout.host_blocks import HostLayout
 from layout.regions import RegionTable
 from pd_connector.orders import LoadOrder, StoreEnds, StoreOrder
-from transfer.copies.batch.base import BatchCopier, CopyBounds, CopyFailed, DeviceEvent, Handle
+from transfer.copies.batch.base import CopyBounds, CopyFailed, DeviceEvent, Handle
+from transfer.copies.batch.copier import BatchCopier
 
 
 class UnsettledLoadError(RuntimeError):

@@ -21,7 +21,8 @@ from pd_connector.worker.host.machine_memory import MachineMemory, machine_memor
 from pd_connector.worker.host.placement import log_placement, near_node
 from pd_connector.worker.worker_role import WorkerRole
 from transfer.copies.batch.backends import Backend, open_copier, pinned_memory
-from transfer.copies.batch.base import BatchCopier, CopierStartError, CopyFailed, DeviceEvent, Direction
+from transfer.copies.batch.base import CopierStartError, CopyFailed, DeviceEvent, Direction
+from transfer.copies.batch.copier import BatchCopier
 from transfer.memory import PinnedMemory
 
 logger = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from tests.support.devices.shared_devices import SharedDevices, bytes_at, mapped
 from tests.support.memory import Bytes
 from tests.support.waiting import WAIT_S
 from transfer.copies.batch.base import Direction
-from transfer.copies.batch.copier import ThreadedCopier
+from transfer.copies.batch.copier import BatchCopier
 from transfer.copies.batch.cuda import CudaRuntime
 from transfer.copies.batch.cuda_abi import IpcHandle
 from transfer.copies.batch.device import DeviceBackend
@@ -338,14 +338,14 @@ class CudaDevice:
     def __init__(self, driver: FakeCuda) -> None:
         self.driver = driver
         self.runtime = CudaRuntime(cast(ctypes.CDLL, driver))
-        self._copiers: list[ThreadedCopier] = []
+        self._copiers: list[BatchCopier] = []
 
-    def copier(self, direction: Direction) -> ThreadedCopier:
+    def copier(self, direction: Direction) -> BatchCopier:
         return self.copier_and_stream(direction)[0]
 
-    def copier_and_stream(self, direction: Direction) -> tuple[ThreadedCopier, FakeStream]:
+    def copier_and_stream(self, direction: Direction) -> tuple[BatchCopier, FakeStream]:
         stream = FakeStream(self.driver)
-        copier = ThreadedCopier(DeviceBackend(self.runtime, stream, direction), "copier under test")
+        copier = BatchCopier(DeviceBackend(self.runtime, stream, direction), "copier under test")
         self._copiers.append(copier)
         return copier, stream
 

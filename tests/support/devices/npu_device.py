@@ -17,7 +17,7 @@ from tests.support.memory import Bytes
 from tests.support.waiting import WAIT_S
 from transfer.copies.batch.acl import AclRuntime
 from transfer.copies.batch.base import Direction
-from transfer.copies.batch.copier import ThreadedCopier
+from transfer.copies.batch.copier import BatchCopier
 from transfer.copies.batch.device import DeviceBackend
 from transfer.copies.batch.streams import DeviceStream
 from transfer.memory import PinnedMemory
@@ -122,9 +122,9 @@ class RawDevice:
         return values
 
     @contextmanager
-    def copier(self, direction: Direction, *, sets_device: bool = True) -> Iterator[ThreadedCopier]:
+    def copier(self, direction: Direction, *, sets_device: bool = True) -> Iterator[BatchCopier]:
         stream = RawStream(self.library, self.device, sets_device=sets_device)
-        with ThreadedCopier(DeviceBackend(self.runtime, stream, direction), "copier under test") as copier:
+        with BatchCopier(DeviceBackend(self.runtime, stream, direction), "copier under test") as copier:
             yield copier
         stream.close()
 

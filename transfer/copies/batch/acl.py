@@ -33,7 +33,6 @@ LIBRARY = "libascendcl.so"
 _KINDS = {
     Direction.HOST_TO_DEVICE: abi.MEMCPY_HOST_TO_DEVICE,
     Direction.DEVICE_TO_HOST: abi.MEMCPY_DEVICE_TO_HOST,
-    Direction.DEVICE_TO_DEVICE: abi.MEMCPY_DEVICE_TO_DEVICE,
 }
 
 

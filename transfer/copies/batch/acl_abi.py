@@ -8,7 +8,6 @@ from ctypes import POINTER, c_char_p, c_int, c_int32, c_size_t, c_uint8, c_uint3
 
 MEMCPY_HOST_TO_DEVICE = 1
 MEMCPY_DEVICE_TO_HOST = 2
-MEMCPY_DEVICE_TO_DEVICE = 3
 
 LOCATION_HOST = 0
 LOCATION_DEVICE = 1

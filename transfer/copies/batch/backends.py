@@ -6,8 +6,8 @@ Imports or loads nothing of CUDA, CANN, torch or torch_npu before it is needed.
 from enum import Enum
 
 from transfer.copies.batch.acl import AclRuntime
-from transfer.copies.batch.base import BatchCopier, Direction
-from transfer.copies.batch.copier import ThreadedCopier
+from transfer.copies.batch.base import Direction
+from transfer.copies.batch.copier import BatchCopier
 from transfer.copies.batch.cuda import CudaRuntime
 from transfer.copies.batch.device import DeviceBackend
 from transfer.copies.batch.host import HostBackend
@@ -33,10 +33,10 @@ def open_copier(backend: Backend, direction: Direction, device: int = 0) -> Batc
     """
     name = f"pd-copy-{backend.value}-{direction.name.lower()}"
     if backend is Backend.HOST:
-        return ThreadedCopier(HostBackend(), name)
+        return BatchCopier(HostBackend(), name)
     runtime = _runtime(backend, device)
     platform = "npu" if backend is Backend.ACL else "cuda"
-    return ThreadedCopier(DeviceBackend(runtime, DeviceStream(platform, device), direction), name)
+    return BatchCopier(DeviceBackend(runtime, DeviceStream(platform, device), direction), name)
 
 
 def pinned_memory(backend: Backend, size: int, device: int = 0, node: int | None = None) -> PinnedMemory:

@@ -6,9 +6,8 @@ stores therefore use two copiers, and neither queues behind the other.
 **Non-blocking.** ``submit`` checks the sizes, hands the batch to the copier's thread and returns; that thread builds
 and submits the descriptors, which may be thousands. ``Handle.query`` never blocks either.
 
-**Explicit order.** A batch starts after the event given as ``after``: a device event, recorded after the sources were
-written (and the destinations last used), or the handle of another batch of any copier. The handle of a batch is the
-event of its end. Copies inside a batch are unordered and must not overlap.
+**Explicit order.** A batch starts after the device event given as ``after``, recorded after the sources were written
+(and the destinations last used). Copies inside a batch are unordered and must not overlap.
 
 **Addresses.** A driver need not refuse an address that is none: CUDA takes what it does not know for host memory, and
 the process dies. So a batch says ``within`` which memory its ends lie, and a descriptor beyond it fails the batch.
@@ -24,7 +23,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import Enum
 from threading import Event as ThreadEvent
-from typing import Protocol, Self
+from typing import Protocol
 
 from layout.copies import Copies
 from layout.regions import RegionTable
@@ -36,13 +35,12 @@ class Direction(Enum):
 
     HOST_TO_DEVICE = "host to device"
     DEVICE_TO_HOST = "device to host"
-    DEVICE_TO_DEVICE = "device to device"
     PEER_TO_DEVICE = "another process's device memory to device"
 
     @property
     def has_host_end(self) -> bool:
         """Whether one end is host memory."""
-        return self in (Direction.HOST_TO_DEVICE, Direction.DEVICE_TO_HOST)
+        return self is not Direction.PEER_TO_DEVICE
 
 
 class DeviceEvent(Protocol):
@@ -60,16 +58,11 @@ class CopierStartError(TransferError):
 
 
 class CopyFailed(TransferError):  # noqa: N818  named after the event, like ReadFailed
-    """A batch did not deliver all bytes. ``settled``: no byte of it will be written any more.
+    """A batch did not deliver all bytes. ``settled``: no byte of it will be written any more."""
 
-    ``code`` and ``name`` are the backend's error, if it gave one.
-    """
-
-    def __init__(self, reason: str, *, settled: bool, code: int | None = None, name: str = "") -> None:
+    def __init__(self, reason: str, *, settled: bool) -> None:
         super().__init__(reason)
         self.settled = settled
-        self.code = code
-        self.name = name
 
 
 class Handle:
@@ -196,34 +189,3 @@ class CopyBounds:
                     "which is outside the memory that belongs to these copies; nothing was copied. This is a bug",
                     settled=True,
                 )
-
-
-class BatchCopier(ABC):
-    """Moves batches of bytes one way. ``submit`` may be called from any thread."""
-
-    @abstractmethod
-    def submit(
-        self, copies: Copies, after: DeviceEvent | Handle | None = None, within: "CopyBounds | None" = None
-    ) -> Handle:
-        """Start a batch once ``after`` has completed; None means that sources and destinations are ready now.
-
-        A device event must be recorded before this call. A batch after a handle that fails, fails, too. Sizes of zero
-        are allowed and move nothing. Without ``within``, the caller must make sure that the addresses are valid.
-
-        Raises:
-            ValueError: a size is negative. Nothing was started.
-            CopyFailed: the copier is closed.
-        """
-
-    @abstractmethod
-    def close(self) -> None:
-        """End the thread once everything in progress is done; batches that have not started fail. Idempotent.
-
-        Blocks for as long as the device takes, including the events of ``after``.
-        """
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

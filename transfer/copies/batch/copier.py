@@ -7,18 +7,10 @@ import logging
 import threading
 from dataclasses import dataclass
 from queue import SimpleQueue
+from typing import Self
 
 from layout.copies import Copies
-from transfer.copies.batch.base import (
-    BatchCopier,
-    CopierStartError,
-    CopyBackend,
-    CopyBounds,
-    CopyFailed,
-    DeviceEvent,
-    Handle,
-    Pauses,
-)
+from transfer.copies.batch.base import CopierStartError, CopyBackend, CopyBounds, CopyFailed, DeviceEvent, Handle
 
 logger = logging.getLogger(__name__)
 
@@ -26,13 +18,13 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class _Batch:
     copies: Copies
-    after: DeviceEvent | Handle | None
+    after: DeviceEvent | None
     handle: Handle
     within: CopyBounds | None = None
 
 
-class ThreadedCopier(BatchCopier):
-    """Owns the thread that starts its batches."""
+class BatchCopier:
+    """Moves batches of bytes one way. Owns the thread that starts them."""
 
     def __init__(self, backend: CopyBackend, name: str) -> None:
         """Start the thread ``name``, and let the backend enter it.
@@ -53,10 +45,16 @@ class ThreadedCopier(BatchCopier):
             self._thread.join()
             raise CopierStartError(f"{name} cannot start: {self._start_error}") from self._start_error
 
-    def submit(
-        self, copies: Copies, after: DeviceEvent | Handle | None = None, within: CopyBounds | None = None
-    ) -> Handle:
-        """See ``BatchCopier``."""
+    def submit(self, copies: Copies, after: DeviceEvent | None = None, within: CopyBounds | None = None) -> Handle:
+        """Start a batch once ``after`` has completed; None means that sources and destinations are ready now.
+
+        An event must be recorded before this call, which any thread may make. Sizes of zero are allowed and move
+        nothing. Without ``within``, the caller must make sure that the addresses are valid.
+
+        Raises:
+            ValueError: a size is negative. Nothing was started.
+            CopyFailed: the copier is closed.
+        """
         if len(copies) and int(copies.sizes.min()) < 0:
             index = int(copies.sizes.argmin())
             raise ValueError(f"copy {index} of {len(copies)} has a negative size: {int(copies.sizes[index])} bytes")
@@ -68,12 +66,21 @@ class ThreadedCopier(BatchCopier):
         return handle
 
     def close(self) -> None:
-        """See ``BatchCopier``."""
+        """End the thread once everything in progress is done; batches that have not started fail. Idempotent.
+
+        Blocks for as long as the device takes, including the events of ``after``.
+        """
         with self._submitting:
             if not self._closing.is_set():
                 self._closing.set()
                 self._batches.put(None)
         self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _run(self) -> None:
         try:
@@ -93,29 +100,13 @@ class ThreadedCopier(BatchCopier):
 
     def _begin(self, batch: _Batch) -> None:
         try:
-            after = self._device_event(batch.after)
+            if self._closing.is_set():
+                raise CopyFailed("the copier was closed before this batch began; nothing was copied", settled=True)
             if batch.within is not None:
                 batch.within.check(batch.copies)
-            batch.handle.begun(self._backend.start(batch.copies, after))
+            batch.handle.begun(self._backend.start(batch.copies, batch.after))
         except CopyFailed as failure:
             batch.handle.failed(failure)
         except BaseException as error:  # whatever it is: otherwise the handle would never end
             logger.exception("%s: a batch could not be started", self._thread.name)
             batch.handle.failed(CopyFailed(f"the batch could not be started: {error!r}", settled=False))
-
-    def _device_event(self, after: DeviceEvent | Handle | None) -> DeviceEvent | None:
-        """Wait for ``after`` if it is a handle; otherwise return it for the backend to wait for."""
-        pauses = Pauses()
-        while True:
-            if self._closing.is_set():
-                raise CopyFailed("the copier was closed before this batch began; nothing was copied", settled=True)
-            if not isinstance(after, Handle):
-                return after
-            try:
-                if after.query():
-                    return None
-            except CopyFailed as failure:
-                raise CopyFailed(
-                    f"the batch before this one failed, so nothing of this one was copied: {failure}", settled=True
-                ) from failure
-            self._closing.wait(pauses.next_s())

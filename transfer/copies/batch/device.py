@@ -75,10 +75,9 @@ class DeviceBackend(CopyBackend):
         self._runtime = runtime
         self._stream = stream
         self._direction = direction
-        # No driver supports batches within one device.
-        self._batches = runtime.takes_batches and direction is not Direction.DEVICE_TO_DEVICE
+        self._batches = runtime.takes_batches
         self._warned = not direction.has_host_end  # there is no host memory to warn about
-        if not runtime.takes_batches and direction is not Direction.DEVICE_TO_DEVICE:
+        if not self._batches:
             logger.warning(
                 "%s, %s: the installed library has no %s. Every copy is submitted on its own, which takes longer per "
                 "block",
@@ -146,20 +145,19 @@ class DeviceBackend(CopyBackend):
             )
         else:
             which = f"one of the copies from number {first} of {len(copies)} on"
-        reason = (
+        return self._failure_after_sync(
             f"{self._runtime.platform}, {self._direction.value}: {refusal.call} refused {which}: "
             f"{refusal.code} {error.name}: {error.meaning}"
         )
-        return self._failure_after_sync(reason, refusal.code, error.name)
 
-    def _failure_after_sync(self, reason: str, code: int | None = None, name: str = "") -> CopyFailed:
+    def _failure_after_sync(self, reason: str) -> CopyFailed:
         """Wait for what was submitted before a failure, so that the caller may reuse its memory; return the error."""
         try:
             self._stream.synchronize()
         except Exception as error:
             reason += f". Waiting for the copies already submitted failed as well, so it may still write: {error}"
-            return CopyFailed(reason, settled=False, code=code, name=name)
-        return CopyFailed(reason, settled=True, code=code, name=name)
+            return CopyFailed(reason, settled=False)
+        return CopyFailed(reason, settled=True)
 
     def _warn_if_pageable(self, copies: Copies) -> None:
         if self._warned or not len(copies):

@@ -23,8 +23,8 @@ from tests.support.layout.round_trips import Device
 from tests.support.memory import Bytes
 from tests.support.waiting import WAIT_S, holds_for, until
 from transfer.copies.batch.backends import Backend, open_copier
-from transfer.copies.batch.base import BatchCopier, CopyFailed, DeviceEvent, Direction, Handle
-from transfer.copies.batch.copier import ThreadedCopier
+from transfer.copies.batch.base import CopyFailed, DeviceEvent, Direction, Handle
+from transfer.copies.batch.copier import BatchCopier
 from transfer.copies.batch.host import HostBackend
 
 SLOTS = 6
@@ -110,11 +110,11 @@ class Worker:
         return len(self.device.block_bytes(group, 0))
 
 
-def faulty(**options: object) -> tuple[Faulty, ThreadedCopier]:
+def faulty(**options: object) -> tuple[Faulty, BatchCopier]:
     """A copier that starts at once, unless told otherwise."""
     backend = Faulty(**options)  # type: ignore[arg-type]  # of any field
     backend.may_start.set()
-    return backend, ThreadedCopier(backend, "copier under test")
+    return backend, BatchCopier(backend, "copier under test")
 
 
 @pytest.fixture(autouse=True)
@@ -334,7 +334,7 @@ def test_after_a_failure_the_next_order_is_served() -> None:
 def test_an_order_that_is_under_way_cannot_be_given_again(order: Callable[[Worker], None]) -> None:
     backend, copier = faulty()
     backend.may_start.clear()
-    loads = ThreadedCopier(backend, "copier under test")
+    loads = BatchCopier(backend, "copier under test")
     with closing(Worker(stores=copier, loads=loads)) as worker:
         order(worker)
         with pytest.raises(AssertionError):

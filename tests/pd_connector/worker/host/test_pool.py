@@ -24,7 +24,8 @@ from tests.support.layout.oracle import Engine, Model, Rank, build
 from tests.support.numa import needs_a_choice, online, policy
 from tests.support.waiting import until
 from transfer.copies.batch.backends import Backend, open_copier, pinned_memory
-from transfer.copies.batch.base import BatchCopier, CopierStartError, Direction
+from transfer.copies.batch.base import CopierStartError, Direction
+from transfer.copies.batch.copier import BatchCopier
 
 AVAILABLE = 1 << 20
 GQA = Model(2, (4, 4), 2, ((0, 1),), (0,))

@@ -14,7 +14,7 @@ from tests.support.memory import noise, shuffled_copies
 from tests.support.waiting import WAIT_S
 from transfer.copies.batch.backends import Backend, open_copier, pinned_memory
 from transfer.copies.batch.base import CopyBounds, CopyFailed, Direction
-from transfer.copies.batch.copier import ThreadedCopier
+from transfer.copies.batch.copier import BatchCopier
 from transfer.copies.batch.cuda import CudaRuntime
 from transfer.copies.batch.device import DeviceBackend
 from transfer.copies.batch.streams import DeviceStream
@@ -38,9 +38,9 @@ def test_blocks_go_to_the_device_and_back(count: int, size: int) -> None:
     host_view(source.region.address, total).copy_(torch.from_numpy(values))
     with open_copier(Backend.CUDA, LOAD) as load, open_copier(Backend.CUDA, STORE) as store:
         copies, places = shuffled_copies(cache.data_ptr(), source.region.address, count, size)
-        loaded = load.submit(copies)
+        load.submit(copies).wait(WAIT_S)
         whole = Copies(*(np.array([n]) for n in (back.region.address, cache.data_ptr(), total)))
-        store.submit(whole, after=loaded).wait(WAIT_S)
+        store.submit(whole).wait(WAIT_S)
     stored = host_view(back.region.address, total).numpy().reshape(count, size)
     np.testing.assert_array_equal(stored, values.reshape(count, size)[places])
 
@@ -89,7 +89,7 @@ def test_what_the_driver_refuses_fails_and_the_device_goes_on() -> None:
     cache, memory = torch.zeros(64, dtype=torch.uint8, device="cuda"), pinned_memory(Backend.CUDA, 64)
     copies = Copies(*(np.array([n]) for n in (cache.data_ptr(), memory.region.address, 64)))
     backend = DeviceBackend(runtime, LegacyStream("cuda", 0), LOAD)
-    with ThreadedCopier(backend, "copier under test") as copier, pytest.raises(CopyFailed, match="refused") as caught:
+    with BatchCopier(backend, "copier under test") as copier, pytest.raises(CopyFailed, match="refused") as caught:
         copier.submit(copies).wait(WAIT_S)
     assert caught.value.settled
     with open_copier(Backend.CUDA, LOAD) as load:

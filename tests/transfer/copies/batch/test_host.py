@@ -3,7 +3,6 @@
 import threading
 import time
 from collections.abc import Iterator
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -12,7 +11,8 @@ from layout.copies import EMPTY, Copies
 from tests.support.memory import noise, shuffled_copies, whole_copy
 from tests.support.waiting import WAIT_S
 from transfer.copies.batch.backends import Backend, open_copier
-from transfer.copies.batch.base import BatchCopier, Direction
+from transfer.copies.batch.base import Direction
+from transfer.copies.batch.copier import BatchCopier
 
 
 @pytest.fixture
@@ -61,17 +61,6 @@ def test_a_batch_waits_for_its_event(copier: BatchCopier) -> None:
     written.event.set()
     handle.wait(WAIT_S)
     assert (target == 9).all()
-
-
-def test_a_chain_of_batches_by_handles_over_two_copiers(copier: BatchCopier) -> None:
-    stages = [noise(1 << 20), *(np.zeros(1 << 20, np.uint8) for _ in range(8))]
-    with open_copier(Backend.HOST, Direction.HOST_TO_DEVICE) as other:
-        handle = None
-        for i, (before, behind) in enumerate(pairwise(stages)):
-            handle = (copier, other)[i % 2].submit(whole_copy(behind, before), after=handle)
-        assert handle is not None
-        handle.wait(WAIT_S)
-    np.testing.assert_array_equal(stages[-1], stages[0])
 
 
 def test_ten_thousand_descriptors_are_handed_over_quickly(copier: BatchCopier) -> None:
