@@ -60,7 +60,6 @@ class StateSpec:
     page_bytes: int  # of one block, with padding
     is_column_first: bool  # of a convolution: [columns, rows]
     is_replicated: bool  # every rank holds the whole state
-    optional: bool = False  # see ``LayerSpec``
 
     @property
     def content_bytes(self) -> int:

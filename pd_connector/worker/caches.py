@@ -5,9 +5,9 @@ Knows torch tensors and vLLM's shapes; decides nothing about transfers.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from itertools import pairwise
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -23,36 +23,12 @@ from pd_connector.vllm.state_specs import RECURRENCE, StatePart, StateSpec
 Cache: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
 
 
+#: A part of one layer's cache, and the type of its tensor: planes of other types are not joined.
+_Part: TypeAlias = tuple[torch.dtype, Plane]
+
+
 class UnknownCacheError(ValueError):
     """A KV cache tensor cannot be described; the message names its layer, shape and strides."""
-
-
-@dataclass(frozen=True)
-class _PartView:
-    """A part of a layer's cache, of logical shape [blocks, heads, tokens, content]; of states, rows are the tokens."""
-
-    part: str
-    layer: str
-    tensor: torch.Tensor
-    total_heads: int
-    optional: bool
-    packing: str = ""
-    is_replicated: bool = False  # every rank holds all heads
-    dtype: str = ""  # see ``Plane``
-    tokens_per_row: int = 1
-    token_ranks: int = 1
-    token_interleave: int = 1
-
-    @property
-    def address(self) -> int:
-        return int(self.tensor.data_ptr())
-
-    @property
-    def form(self) -> tuple[object, ...]:
-        tensor = self.tensor
-        memory = tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
-        divided = self.tokens_per_row, self.token_ranks
-        return self.part, self.packing, self.total_heads, self.optional, self.dtype, *divided, *memory
 
 
 def describe_caches(
@@ -81,22 +57,23 @@ def describe_caches(
 
 
 def _describe_group(kv_caches: Mapping[str, Cache], group: GroupSpec, ranks: Ranks) -> CacheGroup:
-    views = [view for name in group.layer_names for view in _part_views(name, kv_caches[name], group)]
-    planes = tuple(_plane(run, ranks) for run in _evenly_spaced(views))
+    parts = [part for name in group.layer_names for part in _parts(name, kv_caches[name], group, ranks)]
+    planes = tuple(map(_over_layers, _evenly_spaced(parts)))
     seen = dict(group.seen_tokens)
     return CacheGroup(group.block_tokens, group.window, planes, group.chunk, seen, states=group.holds_states)
 
 
-def _part_views(layer: str, cache: Cache, group: GroupSpec) -> list[_PartView]:
+def _parts(layer: str, cache: Cache, group: GroupSpec, ranks: Ranks) -> list[_Part]:
     """Return the logical parts of a layer's cache, each with its strides in memory."""
     if group.holds_states:
-        return _state_views(layer, cache, group)
+        return _state_parts(layer, cache, group, ranks)
     spec, order = group.layers[layer], group.orders.get(layer)
 
-    def view(part: str, tensor: torch.Tensor, packing: str = "", dtype: str = "") -> _PartView:
-        return _PartView(
-            part, layer, tensor, spec.total_heads, spec.optional, packing, dtype=dtype,
-            tokens_per_row=spec.tokens_per_row, token_ranks=spec.token_ranks, token_interleave=spec.token_interleave,
+    def view(part: str, tensor: torch.Tensor, packing: str = "", dtype: str = "") -> _Part:
+        split = TokenSplit(spec.token_interleave, spec.token_ranks, ranks.dcp_rank) if spec.token_ranks > 1 else WHOLE
+        return _part(
+            part, layer, tensor, spec.total_heads, ranks, optional=spec.optional, packing=packing, dtype=dtype,
+            tokens_per_row=spec.tokens_per_row, tokens=split,
         )  # fmt: skip
 
     if spec.is_by_part or not isinstance(cache, torch.Tensor):
@@ -152,17 +129,17 @@ def _packed_views(rows: torch.Tensor, spec: LayerSpec) -> Iterable[tuple[str, to
         first = end
 
 
-def _state_views(layer: str, cache: Cache, group: GroupSpec) -> list[_PartView]:
+def _state_parts(layer: str, cache: Cache, group: GroupSpec, ranks: Ranks) -> list[_Part]:
     """Return the parts of a layer's states."""
     spec = group.states[layer]
     tensors = _state_tensors(layer, cache, spec, group.blocks)
     return [
-        _PartView(
+        _part(
             part.name,
             layer,
             _rows_of_heads(tensors[part.tensor], part, is_column_first=spec.is_column_first),
             part.total_heads,
-            spec.optional,
+            ranks,
             is_replicated=spec.is_replicated,
             dtype=str(spec.dtypes[part.tensor]).removeprefix("torch."),
         )
@@ -312,54 +289,57 @@ def _token_bytes(tensor: torch.Tensor) -> int:
     return int(tensor.shape[3]) * int(tensor.element_size())
 
 
-def _evenly_spaced(views: Iterable[_PartView]) -> list[list[_PartView]]:
-    """Group views of the same form into the longest runs whose addresses are one stride apart, by address."""
-    forms: dict[tuple[object, ...], list[_PartView]] = {}
-    for view in views:
-        forms.setdefault(view.form, []).append(view)
-    runs: list[list[_PartView]] = []
+def _evenly_spaced(parts: Iterable[_Part]) -> list[list[Plane]]:
+    """Group planes of the same form into the longest runs whose addresses are one stride apart, by address."""
+    forms: dict[_Part, list[Plane]] = {}
+    for dtype, plane in parts:
+        forms.setdefault((dtype, replace(plane, layers=(), address=0)), []).append(plane)
+    runs: list[list[Plane]] = []
     for alike in forms.values():
-        alike.sort(key=lambda view: view.address)
+        alike.sort(key=lambda plane: plane.address)
         runs.append(alike[:1])
-        for previous, view in pairwise(alike):
+        for previous, plane in pairwise(alike):
             run = runs[-1]
-            if len(run) > 1 and view.address - previous.address != run[1].address - run[0].address:
-                runs.append([view])
+            if len(run) > 1 and plane.address - previous.address != run[1].address - run[0].address:
+                runs.append([plane])
             else:
-                run.append(view)
+                run.append(plane)
     return runs
 
 
-def _plane(run: list[_PartView], ranks: Ranks) -> Plane:
-    first = run[0]
-    blocks, heads, tokens, content = first.tensor.shape
-    item = first.tensor.element_size()
-    block_stride, head_stride, token_stride, content_stride = (stride * item for stride in first.tensor.stride())
-    total_heads = first.total_heads
-    head_start = 0 if first.is_replicated else held_heads(total_heads, ranks.tp_size, ranks.tp_rank)[0]
-    return Plane(
-        part=first.part,
-        layers=tuple(view.layer for view in run),
-        head_start=head_start,
+def _over_layers(run: Sequence[Plane]) -> Plane:
+    """Return the planes of a layer each, which are evenly spaced, as one."""
+    stride = run[1].address - run[0].address if len(run) > 1 else 0
+    return replace(run[0], layers=tuple(name for plane in run for name in plane.layers), layer_stride=stride)
+
+
+def _part(
+    part: str, layer: str, tensor: torch.Tensor, total_heads: int, ranks: Ranks, *, is_replicated: bool = False,
+    **others: Any,
+) -> _Part:  # fmt: skip
+    """Return a part of a layer's cache, of logical shape [blocks, heads, tokens, content]. Of states, rows are tokens.
+
+    ``is_replicated``: every rank holds all heads. ``others``: further fields of the plane.
+    """
+    blocks, heads, tokens, content = tensor.shape
+    block_stride, head_stride, token_stride, content_stride = (step * tensor.element_size() for step in tensor.stride())
+    return tensor.dtype, Plane(
+        part=part,
+        layers=(layer,),
+        head_start=0 if is_replicated else held_heads(total_heads, ranks.tp_size, ranks.tp_rank)[0],
         heads=heads,
         block_tokens=tokens,
         content=content,
-        item_size=item,
+        item_size=tensor.element_size(),
         blocks=blocks,
-        address=first.address,
-        layer_stride=run[1].address - run[0].address if len(run) > 1 else 0,
+        address=tensor.data_ptr(),
+        layer_stride=0,
         block_stride=block_stride,
         head_stride=head_stride,
         token_stride=token_stride,
         content_stride=content_stride,
-        packing=first.packing,
         total_heads=total_heads,
-        optional=first.optional,
-        dtype=first.dtype,
-        tokens_per_row=first.tokens_per_row,
-        tokens=TokenSplit(first.token_interleave, first.token_ranks, ranks.dcp_rank)
-        if first.token_ranks > 1
-        else WHOLE,
+        **others,
     )
 
 
