@@ -3,6 +3,7 @@
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 from pd_connector.orders import Orders, PullOrder, RankEnds, Report
 from pd_connector.stats import StatsRecorder
@@ -16,20 +17,13 @@ logger = logging.getLogger(__name__)
 class UnawaitedPulls(WorkerRole, ABC):
     """Owns such pulls of one kind, and what carries them out."""
 
+    #: Their name in a step's ``Orders``, and that of their ends in a ``Report``.
+    kind: ClassVar[Literal["landings", "prefixes"]]
+
     def __init__(self, pulls: Pulls, stats: StatsRecorder) -> None:
         self._pulls = pulls
         self._stats = stats
         self._outstanding: set[str] = set()
-
-    @staticmethod
-    @abstractmethod
-    def ordered(orders: Orders) -> tuple[PullOrder, ...]:
-        """Return the pulls of this kind among a step's orders."""
-
-    @staticmethod
-    @abstractmethod
-    def reported(ends: Mapping[str, RankEnds]) -> Report:
-        """Return a report of how pulls of this kind have ended."""
 
     @abstractmethod
     def note(self, end: PullEnd) -> None:
@@ -37,7 +31,7 @@ class UnawaitedPulls(WorkerRole, ABC):
 
     def execute(self, orders: Orders) -> list[str]:
         """Start the pulls. No request waits for them here."""
-        pulls = self.ordered(orders)
+        pulls: tuple[PullOrder, ...] = getattr(orders, self.kind)
         self._outstanding.update(self._pulls.execute(Orders(pulls=pulls, model_changes=orders.model_changes)))
         return []
 
@@ -53,12 +47,16 @@ class UnawaitedPulls(WorkerRole, ABC):
             self._outstanding.discard(end.request_id)
             ends[end.request_id] = RankEnds(1, bool(end.failure), bool(end.lacking_states))
         self._pulls.take_report()  # of what lacked states, as the ends say it here
-        return self.reported(ends)
+        return self._report(ends)
 
     def abandoned(self) -> Report:
         """Return the pulls that have not ended, as failed, after ``join``: nothing is written for them any more."""
         outstanding, self._outstanding = self._outstanding, set()
-        return self.reported({request_id: RankEnds(1, failed=True) for request_id in outstanding})
+        return self._report({request_id: RankEnds(1, failed=True) for request_id in outstanding})
+
+    def _report(self, ends: Mapping[str, RankEnds]) -> Report:
+        named: dict[str, Any] = {self.kind: ends}
+        return Report(**named)
 
     def close(self) -> None:
         """Start no more reads."""
@@ -80,15 +78,7 @@ class UnawaitedPulls(WorkerRole, ABC):
 class PrefixPulls(UnawaitedPulls):
     """Owns the pulls of prefixes that other engines hold, to blocks of the device that no request has."""
 
-    @staticmethod
-    def ordered(orders: Orders) -> tuple[PullOrder, ...]:
-        """Return the pulls of prefixes."""
-        return orders.prefixes
-
-    @staticmethod
-    def reported(ends: Mapping[str, RankEnds]) -> Report:
-        """Return how they have ended."""
-        return Report(prefixes=ends)
+    kind = "prefixes"
 
     def note(self, end: PullEnd) -> None:
         """Count a pull apart from those of whole prompts: nothing depends on it."""

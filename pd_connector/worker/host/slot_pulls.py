@@ -4,13 +4,11 @@ No request of vLLM waits for such a pull, so its end goes to the scheduler side 
 """
 
 import logging
-from collections.abc import Mapping
 from dataclasses import replace
 
 from layout.geometry import Region, WorkerGeometry
 from layout.host_blocks import HostLayout
 from layout.host_slots import slot_geometry
-from pd_connector.orders import Orders, PullOrder, RankEnds, Report
 from pd_connector.worker.pull_end import PullEnd
 from pd_connector.worker.unawaited_pulls import UnawaitedPulls
 
@@ -32,15 +30,7 @@ def host_block_geometry(geometry: WorkerGeometry, layout: HostLayout, pool: Regi
 class LandingPulls(UnawaitedPulls):
     """Owns the pulls to host memory. ``pulls`` are made with the geometry of the host pool."""
 
-    @staticmethod
-    def ordered(orders: Orders) -> tuple[PullOrder, ...]:
-        """Return the pulls to host memory."""
-        return orders.landings
-
-    @staticmethod
-    def reported(ends: Mapping[str, RankEnds]) -> Report:
-        """Return how they have ended."""
-        return Report(landings=ends)
+    kind = "landings"
 
     def note(self, end: PullEnd) -> None:
         """Count a pull, as one to the device is."""
