@@ -1,6 +1,5 @@
 """A worker's part of the host blocks: checks that it fits, pins its memory, copies to and from it."""
 
-import importlib
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -238,10 +237,5 @@ def _event_recorder(device: torch.device) -> Callable[[], DeviceEvent | None]:
     """Return a function that records an event after all work that the model's stream has."""
     if device.type == "cpu":
         return lambda: None  # a CPU kernel is done when its call returns
-    streams = importlib.import_module("torch_npu").npu if device.type == "npu" else torch.cuda
-
-    def record_event() -> DeviceEvent:
-        event: DeviceEvent = streams.current_stream(device).record_event()
-        return event
-
-    return record_event
+    module = torch.get_device_module(device)
+    return lambda: module.current_stream(device).record_event()
