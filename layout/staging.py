@@ -32,14 +32,10 @@ from layout.regions import RegionTable
 
 @dataclass(frozen=True, slots=True)
 class CopyAreas:
-    """Areas of local memory, by where they start (ascending), and to how many of them a window may copy."""
+    """Areas of local memory, by where they start (ascending), and to how many of them (1 or more) a window may copy."""
 
     starts: Int64Array
     per_window: int
-
-    def __post_init__(self) -> None:
-        if self.per_window < 1:
-            raise ValueError(f"a window must copy to at least 1 area of memory, not to {self.per_window}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,4 @@
-"""Prices: the defaults that are there, and the values that are refused."""
-
-import math
+"""Prices: the defaults that are there, and what reads and copies cost."""
 
 import pytest
 
@@ -16,17 +14,6 @@ def test_every_protocol_has_defaults(protocol: str) -> None:
 def test_on_tcp_a_gap_of_some_kilobytes_costs_as_much_as_a_descriptor() -> None:
     tcp = CostModel.of_protocol("tcp")
     assert tcp.read_s(1, 8 << 10) < tcp.read_s(2, 0) < tcp.read_s(1, 64 << 10)
-
-
-def test_an_unknown_protocol_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="'carrier pigeon'"):
-        CostModel.of_protocol("carrier pigeon")
-
-
-@pytest.mark.parametrize("price", [-1e-9, math.nan, math.inf])
-def test_a_price_that_is_no_duration_is_refused(price: float) -> None:
-    with pytest.raises(ValueError, match="copy_beta"):
-        CostModel(1e-6, 1e-9, 1e-9, price)
 
 
 def test_reads_and_copies_are_priced_apart() -> None:

@@ -337,8 +337,3 @@ def test_limited_to_areas_the_bytes_are_the_same(
         assert len(window.copies)
         area = np.searchsorted(areas.starts, window.copies.destinations, side="right")
         assert len(np.unique(area)) <= per_window
-
-
-def test_a_window_that_may_copy_nowhere_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least 1 area of memory, not to 0"):
-        CopyAreas(np.array([LOCAL]), 0)

@@ -53,11 +53,7 @@ _WHY_SILENT = (
 
 
 class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings for how a client retries requests and keeps its peers. All times are in seconds.
-
-    Raises:
-        ValueError: a value is out of range.
-    """
+    """Settings for how a client retries requests and keeps its peers. All times are in seconds."""
 
     retry_s: float = 0.5  # first wait for an answer before a request is resent; the waits double up to retry_cap_s
     retry_cap_s: float = 2.0
@@ -72,17 +68,6 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
     linger_s: float = 0.1  # how long close lets the last requests leave
     log_interval_s: float = 60.0  # at most one warning per cause in this time
     close_timeout_s: float = 5.0  # how long close waits for the thread, which gives look-ups half of that time
-
-    def __post_init__(self) -> None:
-        if not 0 < self.retry_s <= self.retry_cap_s < math.inf:
-            raise ValueError(
-                f"retry_s={self.retry_s} and retry_cap_s={self.retry_cap_s}: 0 < retry_s <= retry_cap_s must hold"
-            )
-        if self.max_peers < 1 or self.max_resolvers < 1 or not 0 < self.idle_s < math.inf:
-            raise ValueError(
-                f"max_peers={self.max_peers}, max_resolvers={self.max_resolvers} and idle_s={self.idle_s} must all be "
-                "positive"
-            )
 
 
 @dataclass(slots=True, eq=False)

@@ -491,10 +491,3 @@ def test_more_peers_than_may_be_held_are_refused_while_all_are_asked(handler: Ha
         client.request(HERE, free_port(), HELLO, 30).result(5)
     assert not any(future.done() for future in waiting)
     client.close()
-
-
-def test_settings_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(ValueError, match="retry_s"):
-        ControlClient(ClientSettings(retry_s=0))
-    with pytest.raises(ValueError, match="max_peers"):
-        ControlClient(ClientSettings(max_peers=0))

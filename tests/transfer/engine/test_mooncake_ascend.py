@@ -114,11 +114,6 @@ def test_an_engine_that_did_not_start_leaves_the_process_to_the_next(
     MooncakeEngine(OPTIONS, Pages()).close()
 
 
-def test_an_engine_for_each_link_is_refused() -> None:
-    with pytest.raises(EngineStartError, match="engine_per_link is set, but with protocol 'ascend'"):
-        MooncakeOptions("127.0.0.1", protocol="ascend", engine_per_link=True)
-
-
 def test_other_transports_have_none_of_these_rules() -> None:
     engines = mooncake_engines()
     for engine in (next(engines), next(engines)):

@@ -18,7 +18,7 @@ from transfer.engine import mooncake_native, rdma
 from transfer.engine.interface import EngineStartError, ReadFailed
 from transfer.engine.mooncake import PROTOCOLS, MooncakeEngine, MooncakeOptions
 from transfer.engine.mooncake_limits import LIMITS
-from transfer.engine.mooncake_native import NativeEngine, NativeOptions, set_environment, split_address
+from transfer.engine.mooncake_native import NativeEngine, NativeOptions, set_environment
 from transfer.engine.window import Window
 
 
@@ -70,11 +70,6 @@ def test_each_protocol_has_limits_of_its_own_and_settings_win(protocol: str) -> 
     assert (rare.pause_s(0.0), rare.pause_s(1.0)) == (own.shortest_pause_s, 2e-3)
     often = MooncakeOptions("127.0.0.1", protocol=protocol, longest_pause_s=1e-6).limits
     assert often.pause_s(0.0) == often.pause_s(1.0) == 1e-6
-
-
-def test_a_pause_of_no_time_is_refused() -> None:
-    with pytest.raises(EngineStartError, match=r"longest_pause_s 0\.0 must be above 0"):
-        MooncakeOptions("127.0.0.1", longest_pause_s=0.0)
 
 
 def test_on_rdma_a_window_of_small_descriptors_outlasts_a_pause_at_the_rate_of_the_wire() -> None:
@@ -141,12 +136,6 @@ def test_the_environment_of_ascend() -> None:
     assert environment["ASCEND_CONNECT_TIMEOUT"] == "99"
     assert environment["ASCEND_TRANSFER_TIMEOUT"] == "2500"
     assert "MC_WORKERS_PER_CTX" not in environment
-
-
-@pytest.mark.parametrize("name", ["progress_timeout_s", "connect_timeout_s"])
-def test_a_timeout_of_zero_is_refused(name: str) -> None:
-    with pytest.raises(EngineStartError, match=f"{name} 0"):
-        MooncakeOptions("127.0.0.1", **{name: 0.0})  # type: ignore[arg-type]
 
 
 def test_links_have_engines_of_their_own_on_tcp_only() -> None:
@@ -277,14 +266,3 @@ def test_a_library_that_is_missing_is_named_with_the_way_to_install_it(
     with pytest.raises(EngineStartError, match=way_out) as failure:
         MooncakeEngine(MooncakeOptions("127.0.0.1"))
     assert str(error) in str(failure.value)
-
-
-def test_an_address_is_split_into_host_and_port() -> None:
-    assert split_address("10.0.0.5:15342") == ("10.0.0.5", 15342)
-    assert split_address("[fd00::5]:15342") == ("fd00::5", 15342)
-
-
-@pytest.mark.parametrize("address", ["10.0.0.5", "10.0.0.5:", ":15342", "h:0", "h:70000", "h:x", ""])
-def test_what_is_no_address_is_refused(address: str) -> None:
-    with pytest.raises(ValueError, match="is not a transfer engine address"):
-        split_address(address)
