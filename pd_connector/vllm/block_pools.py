@@ -197,14 +197,8 @@ class HostBlockPool:
 
     def holds_next(self, request: "Request", hit: HostHit) -> bool:
         """Return whether host memory holds the blocks right after a hit, in all cache groups."""
-        end = hit.first_token + hit.tokens
-        for group in self.groups:
-            size = self.block_tokens[group]
-            hashes = self._release.block_hashes(request.block_hashes, self._pool.hash_block_size, size)
-            number = end // size
-            if number >= len(hashes) or not self.holds(make_block_hash_with_group_id(hashes[number], group)):
-                return False
-        return True
+        keys = (self.key_at(request, group, hit.first_token + hit.tokens) for group in self.groups)
+        return all(key is not None and self.holds(key) for key in keys)
 
     def pin(self, blocks: HeldBlocks) -> None:
         """Take references, so that the slots are not reused."""
