@@ -21,7 +21,7 @@ from pd_connector.traces import TracePull
 from pd_connector.worker.device_fence import RaiseFence, no_fence
 from pd_connector.worker.pull_end import MIN_ANSWER_S, PullFailed
 from pd_connector.worker.remote_reader import RemoteReader
-from pd_connector.worker.same_host import SameHostLinks
+from pd_connector.worker.same_host import SameHostLinks, TwoWayEngine
 from pd_connector.worker.verification import Verifier
 from transfer.control.client import ControlClient
 from transfer.control.messages import Hello, Place, Welcome
@@ -255,7 +255,9 @@ def _make_peer(context: PullContext, welcome: Welcome, address: PeerAddress) -> 
     if context.verifier is not None:
         context.verifier.check_peer(welcome.verify, welcome.workers, sources)
     until_lost = partial(context.client.until_lost, address.host, address.port)
-    near = SameHostLinks.of(context.engine, welcome.workers, str(address), until_lost)
+    near = None
+    if isinstance(context.engine, TwoWayEngine):
+        near = SameHostLinks(context.engine.second, welcome.workers, str(address), until_lost)
     return Peer(context, welcome, sources, plans, _host_plans(context, welcome, plans), near)
 
 

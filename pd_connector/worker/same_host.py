@@ -12,7 +12,6 @@ from concurrent.futures import Future
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Self
 
 import torch
 
@@ -134,17 +133,6 @@ class SameHostLinks:
         self._known = _Known()
         self._links: dict[int, CudaIpcLink] = {}
         self._lost: Future[None] | None = None
-
-    @classmethod
-    def of(
-        cls,
-        engine: TransferEngine,
-        workers: Sequence[WorkerGeometry],
-        name: str,
-        until_lost: Callable[[], Future[None]],
-    ) -> Self | None:
-        """Return the links that a worker's engine can open; None if it has no second way."""
-        return cls(engine.second, workers, name, until_lost) if isinstance(engine, TwoWayEngine) else None
 
     def with_own_links(self) -> "SameHostLinks":
         """Return the same for another thread: no link is open yet."""

@@ -204,8 +204,7 @@ def test_a_connection_that_ends_while_a_link_is_opened_leaves_nothing_mapped(
 ) -> None:
     here = Neighbours(site)
     lost: Future[None] = Future()
-    links = SameHostLinks.of(here.engine, (here.announced,), "P", lambda: lost)
-    assert links is not None
+    links = SameHostLinks(here.ours, (here.announced,), "P", lambda: lost)
     open_link = here.ours.open
 
     def open_late(*arguments: Any) -> CudaIpcLink:
