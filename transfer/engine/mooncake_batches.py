@@ -98,11 +98,12 @@ class CountedBatch(ReadBatch):
 class SingleBatches(ReadBatch):
     """Descriptors that are a batch each, for a build of Mooncake whose counters are somewhere else."""
 
-    def __init__(self, native: NativeEngine, batches: Sequence[int]) -> None:
-        super().__init__(len(batches))
+    def __init__(self, native: NativeEngine, batches: Sequence[int], refused: int = 0) -> None:
+        """``refused``: how many more there are, of which Mooncake has taken none: they took room in the window, too."""
+        super().__init__(len(batches) + refused)
         self._native = native
         self._waiting = list(batches)
-        self._failed = False
+        self._failed = refused > 0
 
     def _look(self) -> State:
         while self._waiting:
@@ -148,21 +149,9 @@ def _submit_singly(
     for destination, source, size in zip(destinations, sources, sizes, strict=True):
         batch = native.submit(address, [destination], [source], [size])
         if not batch:
-            return _RefusedHalfway(native, batches, len(sizes)) if batches else None
+            return SingleBatches(native, batches, len(sizes) - len(batches)) if batches else None
         batches.append(batch)
     return SingleBatches(native, batches)
-
-
-class _RefusedHalfway(SingleBatches):
-    """Single batches of which Mooncake refused the last ones: failed, and final with those that it took."""
-
-    def __init__(self, native: NativeEngine, batches: Sequence[int], descriptors: int) -> None:
-        super().__init__(native, batches)
-        self.descriptors = descriptors  # also those that were refused took room in the window
-
-    def _look(self) -> State:
-        self._failed = True
-        return super()._look()
 
 
 def find_tasks(native: NativeEngine, batch: int, descriptors: int) -> Tasks | None:
