@@ -57,7 +57,7 @@ def peer_address(host: object, port: object) -> Address:
     ip = parse_ip(checked)
     if ip is not None and ip.is_unspecified:
         raise BadAddress(
-            f"control host {host!r} is an address to listen on, not one to connect to: the peer must announce the "
+            f"host {host!r} is an address to listen on, not one to connect to: the peer must announce the "
             "address of one of its network interfaces"
         )
     return Address(checked, _port(port, lowest=1))
@@ -71,7 +71,7 @@ def parse_address(text: str) -> Address:
     """
     host, colon, port = text.rpartition(":")
     if not (colon and port.isascii() and port.isdecimal()) or (":" in host and not host.startswith("[")):
-        raise BadAddress(f"control address {text[:300]!r} is not host:port, with an IPv6 address in brackets")
+        raise BadAddress(f"address {text[:300]!r} is not host:port, with an IPv6 address in brackets")
     return peer_address(host, int(port))
 
 
@@ -167,7 +167,7 @@ def _own_versions() -> list[int]:
 
 def _host(host: object) -> str:
     if not isinstance(host, str):
-        raise BadAddress(f"control host {host!r} is not a string")
+        raise BadAddress(f"host {host!r} is not a string")
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     ip = parse_ip(bare)
     if isinstance(ip, ipaddress.IPv6Address):
@@ -176,14 +176,14 @@ def _host(host: object) -> str:
     elif bare == host and _HOST_NAME.fullmatch(host):
         return host
     raise BadAddress(
-        f"control host {host[:300]!r} is neither an IPv4 address, an IPv6 address (with or without brackets) nor a "
+        f"host {host[:300]!r} is neither an IPv4 address, an IPv6 address (with or without brackets) nor a "
         "host name; give it without port and scheme"
     )
 
 
 def _port(port: object, *, lowest: int) -> int:
     if isinstance(port, bool) or not isinstance(port, int) or not lowest <= port <= MAX_PORT:
-        raise BadAddress(f"control port {port!r} is not an integer in {lowest}..{MAX_PORT}")
+        raise BadAddress(f"port {port!r} is not an integer in {lowest}..{MAX_PORT}")
     return port
 
 

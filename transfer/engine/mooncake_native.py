@@ -28,7 +28,7 @@ from typing import Any
 from layout.geometry import Region
 from layout.regions import describe_region
 from transfer.engine.interface import EngineStartError
-from transfer.peers import Address, parse_ip, resolve
+from transfer.peers import Address, parse_address, parse_ip, resolve
 
 _CODES = {
     -1: "invalid argument",
@@ -245,7 +245,7 @@ class NativeEngine:
 
         Host names have no family.
         """
-        theirs, ours = parse_ip(split_address(address)[0]), parse_ip(self._options.host)
+        theirs, ours = parse_ip(parse_address(address).host), parse_ip(self._options.host)
         if theirs is None or ours is None or theirs.version == ours.version:
             return ""
         return (
@@ -321,12 +321,12 @@ class NativeEngine:
 
     def interrupt(self, address: str) -> None:
         """Make calls fail that wait for the peer's first answer."""
-        host, port = split_address(address)
+        peer = parse_address(address)
         try:
-            peers = {entry[4][0] for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+            peers = {entry[4][0] for entry in socket.getaddrinfo(peer.host, peer.port, type=socket.SOCK_STREAM)}
         except (OSError, UnicodeError):
             return  # without an address there is no connection
-        for connection in _own_sockets(remote_port=port):
+        for connection in _own_sockets(remote_port=peer.port):
             with connection:
                 try:
                     if connection.getpeername()[0].removeprefix(_MAPPED) in peers:
@@ -360,11 +360,12 @@ class NativeEngine:
             return address
         name = self._names.get(address)
         if name is None:
-            host, port = split_address(address)
+            peer = parse_address(address)
+            host = peer.host
             with suppress(OSError):  # a name without an address is Mooncake's to refuse
                 host = resolve(host)
             is_ipv4 = isinstance(parse_ip(host), IPv4Address)
-            name = self._names[address] = str(Address(_MAPPED + host if is_ipv4 else host, port))
+            name = self._names[address] = str(Address(_MAPPED + host if is_ipv4 else host, peer.port))
         return name
 
     def _shorten_accept(self) -> None:
@@ -379,19 +380,6 @@ class NativeEngine:
                 except OSError:
                     return  # bound to another interface: the destructor takes up to a second
                 time.sleep(5 * _ACCEPT_TIMEOUT_S)
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """Return host and port of ``host:port`` or ``[host]:port``.
-
-    Raises:
-        ValueError: ``address`` is neither.
-    """
-    host, colon, port = address.rpartition(":")
-    host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    if not colon or not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ValueError(f"{address!r} is not a transfer engine address: it must be host:port or [IPv6 host]:port")
-    return host, int(port)
 
 
 def _own_sockets(*, listening_port: int = 0, remote_port: int = 0) -> Iterator[socket.socket]:

@@ -14,8 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from transfer.engine.mooncake_native import split_address
-from transfer.peers import Address, resolve
+from transfer.peers import Address, parse_address, resolve
 
 #: For a connection, and for an answer: a system sends its first packet again after a second.
 _PATIENCE_S = 2.0
@@ -37,19 +36,19 @@ def closed_port(address: str, *, moves_data: bool, unwanted: _Unwanted) -> str:
         moves_data: whether a second port moves the data.
         unwanted: whether to stop, with any answer.
     """
-    host, port = split_address(address)
+    peer = parse_address(address)
     try:
-        ip = resolve(host)
-        with _connected(ip, port, unwanted) as connection:
+        ip = resolve(peer.host)
+        with _connected(ip, peer.port, unwanted) as connection:
             data_port = _data_port(connection, unwanted) if moves_data else 0
     except OSError as why:
-        return f"its port {port} takes no connection ({why})"
+        return f"its port {peer.port} takes no connection ({why})"
     try:
         if data_port:
             with _connected(ip, data_port, unwanted):
                 pass
     except OSError as why:
-        data = Address(host, data_port)
+        data = Address(peer.host, data_port)
         return f"it answers there, but its second port, which moves the data, takes no connection: {data} ({why})"
     return ""
 

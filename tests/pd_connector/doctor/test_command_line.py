@@ -39,7 +39,7 @@ CONFIG = ["--config", '{"host": "127.0.0.1"}']
         (["--tokens", "1"], "--tokens is 1"),
         (["--listen", "--port", "65536"], "--port is 65536; it must be in 0..65535"),
         (["--peer", "P", "--api-key", "key\n"], "the API key has blanks, line ends"),
-        (["--pool", "P"], "--pool: control address 'P' is not host:port"),
+        (["--pool", "P"], "--pool: address 'P' is not host:port"),
         (["--pull", "1"], "unrecognized arguments"),
     ],
 )
