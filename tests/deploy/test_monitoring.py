@@ -18,6 +18,9 @@ ALERTS = {
     for rule in group["rules"]
 }
 
+#: Those of whose events a query asks for some.
+EVENTS = ("leases", "transfers", "host_bytes", "host_failures", "pool_prompts")
+
 
 def known_metrics() -> set[str]:
     """Every name that is exported, with Prometheus' suffixes."""
@@ -43,7 +46,7 @@ def test_labels_that_are_asked_for_exist() -> None:
     expressions = [query.expression for query in queries()] + [str(rule["expr"]) for rule in ALERTS.values()]
     known = {
         "cause": {*LABELS["pull_failures"], *LABELS["control_refusals"], *LABELS["prompts_computed"]},
-        "event": {*LABELS["leases"], *LABELS["transfers"], *LABELS["host_bytes"], *LABELS["host_failures"]},
+        "event": {event for name in EVENTS for event in LABELS[name]},
         "phase": set(PHASES),
         "outcome": set(LABELS["canaries"]),
     }
