@@ -56,7 +56,7 @@ class Client:
         """Send a part of the body; waits while the client is slow to read."""
         if self._missing is not None:
             self._missing -= len(piece)
-            self.complete = self._missing == 0
+            self.complete |= self._missing == 0
         self._last = (self._last + piece[-len(EVENT_END) :])[-len(EVENT_END) :]
         await self._send({"type": "http.response.body", "body": piece, "more_body": True})
 

@@ -70,7 +70,8 @@ def parse_address(text: str) -> Address:
         BadAddress: it is not; the message says what is wrong with it.
     """
     host, colon, port = text.rpartition(":")
-    if not (colon and port.isascii() and port.isdecimal()) or (":" in host and not host.startswith("[")):
+    is_number = port.isascii() and port.isdecimal() and len(port) <= len(str(MAX_PORT))
+    if not (colon and is_number) or (":" in host and not host.startswith("[")):
         raise BadAddress(f"address {text[:300]!r} is not host:port, with an IPv6 address in brackets")
     return peer_address(host, int(port))
 

@@ -109,7 +109,7 @@ class Disagreement:
     error: float  # relative, 0 (equal) to 2 (opposite); in bytes, the share of those that differ
     allowed: float
     tokens: int  # compared
-    format: str
+    format: str  # of the cache, and of the model if that decides
     factor: float | None = None  # computed here is so many times what was pulled; None if it is no such multiple
 
     def __str__(self) -> str:
@@ -240,8 +240,10 @@ def _difference(sample: Sample, errors: _Errors, before: float | None, model_dty
         checks = [(0.5, min(allowed.deeper, max(allowed.step, _GROWTH * before)))]
     for share, limit in checks:
         if (error := errors.of(share)) > limit:
-            tokens = len(sample.computed)
-            return Disagreement(sample.layer, sample.part, error, limit, tokens, sample.format, errors.factor())
+            tokens, form = len(sample.computed), sample.format
+            if allowed is not kept:
+                form += f", computed in {model_dtype}"
+            return Disagreement(sample.layer, sample.part, error, limit, tokens, form, errors.factor())
     return None
 
 

@@ -9,7 +9,7 @@ import socket
 import pytest
 
 from transfer.errors import BadAddress, PeerNotAllowed, TransferError
-from transfer.peers import Address, AllowedPeers, listen_address, peer_address, resolve
+from transfer.peers import Address, AllowedPeers, listen_address, parse_address, peer_address, resolve
 
 
 @pytest.mark.parametrize(
@@ -74,6 +74,17 @@ def test_a_wildcard_can_be_listened_on_but_not_reached(host: str) -> None:
     assert listen_address(host, 0).port == 0
     with pytest.raises(BadAddress, match="an address to listen on, not one to connect to"):
         peer_address(host, 5600)
+
+
+@pytest.mark.parametrize(
+    "port",
+    ["", "x", "-1", "٣", "9" * 6, "9" * 5000],
+    ids=["none", "word", "negative", "other digits", "large", "endless"],
+)
+def test_what_is_not_a_written_address_is_shown(port: str) -> None:
+    """Python itself refuses to read a number of 5,000 digits, by another error."""
+    with pytest.raises(BadAddress, match=r"address 'a:.*' is not host:port"):
+        parse_address(f"a:{port}")
 
 
 def test_a_name_with_both_families_resolves_to_ipv4(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -214,7 +214,7 @@ class Release(RequestFor["Released"], frozen=True, tag="release"):
     engine_id: _Id
     lease_id: _Id
     reader: int  # 0 <= reader < readers
-    readers: Annotated[int, msgspec.Meta(le=MAX_READERS)]  # how many readers will release this lease
+    readers: Annotated[int, msgspec.Meta(ge=1, le=MAX_READERS)]  # how many readers will release this lease
     pull_id: _Id  # of the finished read: tells a repeated release from the release of a second read
     contents: _Id  # digest of what was read; must equal the one that P computed when it granted the lease
     place: _Id = "device"  # one of ``Place``: where it was read, which must be where the lease lies
@@ -343,10 +343,6 @@ class Find(RequestFor["Found"], frozen=True, tag="find"):
     least_tokens: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] = 0  # fewer are of no use, and not leased
     unit_tokens: Annotated[int, msgspec.Meta(ge=1, lt=2**31)] = 1  # nor what is no multiple of this
 
-    def __post_init__(self) -> None:
-        if len(set(self.hashes)) < len(self.hashes):  # else one block would be lent several times over in one lease
-            raise ValueError("a hash comes twice; those of one prompt's blocks are all different")
-
 
 class Found(msgspec.Struct, frozen=True, tag="found"):
     """What the engine holds of a prompt: without a lease id nothing, or ``reason`` says why it cannot tell."""
@@ -424,7 +420,11 @@ def decode_request(frame: bytes) -> tuple[int, Request]:
     Raises:
         MalformedMessage: the frame is too large, not MessagePack, of another protocol version, or not a request.
     """
-    return _decode(frame, _requests, MAX_REQUEST_BYTES)
+    message_id, request = _decode(frame, _requests, MAX_REQUEST_BYTES)
+    if isinstance(request, Find) and len(set(request.hashes)) < len(request.hashes):  # else a block is lent twice
+        text = "bad message body: a hash comes twice; those of one prompt's blocks are all different"
+        raise MalformedMessage(text, message_id=message_id)
+    return message_id, request
 
 
 def decode_reply(frame: bytes) -> tuple[int, Reply]:

@@ -56,6 +56,7 @@ class Fallback(StrEnum):
 class _FellBack:
     reason: Fallback
     free: int  # slots at that time
+    computed_tokens: int  # that the device held
 
 
 @dataclass(slots=True)
@@ -104,7 +105,7 @@ class Landings(SchedulerRole):
         if len(self._under_way) >= _MAX_UNDER_WAY:
             return True
         before = self._fell_back.get(request.request_id)
-        if before is not None and self._tier.loans.free <= before.free:
+        if before is not None and self._tier.loans.free <= before.free and computed_tokens <= before.computed_tokens:
             return False  # vLLM asks in every step, and looking a long prompt up takes milliseconds
         return self._start(request, remote, computed_tokens)
 
@@ -182,7 +183,7 @@ class Landings(SchedulerRole):
         if slots is None and borders:
             borders, slots = [], self._tier.loans.lend(before, needed)
         if slots is None:
-            self._fall_back(request, needed)
+            self._fall_back(request, needed, computed_tokens)
             return False
         self._fell_back.pop(request.request_id, None)
         hit, block_ids = self._lay_out(range(computed_tokens, end), held, tables, slots[:needed])
@@ -226,10 +227,10 @@ class Landings(SchedulerRole):
             block_ids.append([*[0] * numbers.start, *ids[own]])
         return HostHit(tokens.start, len(tokens), tuple(groups)), block_ids
 
-    def _fall_back(self, request: "Request", needed: int) -> None:
+    def _fall_back(self, request: "Request", needed: int, computed_tokens: int) -> None:
         reason = Fallback.TOO_LARGE if needed > self._tier.slots else Fallback.FULL
         before = self._fell_back.get(request.request_id)
-        self._fell_back[request.request_id] = _FellBack(reason, self._tier.loans.free)
+        self._fell_back[request.request_id] = _FellBack(reason, self._tier.loans.free, computed_tokens)
         if before is None or before.reason is not reason:
             self._fallbacks[reason] += 1
 

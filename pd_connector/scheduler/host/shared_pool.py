@@ -231,6 +231,7 @@ class SharedPool(SchedulerRole):
             self._forget_key(asking)
         self._asking.clear()
         self._to_put.clear()
+        self._counts["pool_blocks", "refused"] += len(self._once_more)
         self._once_more.clear()
         self._known.clear()
         self._host.take_news()
@@ -419,6 +420,8 @@ class SharedPool(SchedulerRole):
             if key in self._known:
                 self._known.move_to_end(key)
                 continue
+            if key in self._once_more:
+                continue
             if len(self._to_put) == _MAX_TO_PUT:
                 self._counts["pool_blocks", "left"] += 1  # not those before: without them, it would be useless
                 continue
@@ -430,6 +433,7 @@ class SharedPool(SchedulerRole):
         once_more = self._once_more.intersection(taken)
         self._once_more -= once_more
         held = [(key, host) for key, host in zip(taken, self._host.holding(tuple(taken)), strict=True) if host]
+        self._counts["pool_blocks", "refused"] += len(once_more.difference(key for key, _ in held))
         if not held:
             return
         keys, hosts = zip(*held, strict=True)
@@ -444,14 +448,14 @@ class SharedPool(SchedulerRole):
             self._close_for_a_while()
         last = len(put.keys) - 1
         missing = {put.keys[last - number] for number in put.ends.missing}
-        self._counts["pool_blocks", "put"] += len(put.keys) - len(missing)
+        self._counts["pool_blocks", "put"] += len(put.keys) - len(put.ends.missing)
         is_valid = put.namespace == self._namespace
         for key in put.keys:
             if key not in missing:
                 if is_valid:
                     self._know(key)
             elif is_valid and key not in put.once_more and len(self._to_put) < _MAX_TO_PUT:
-                self._to_put.append(key)
+                self._to_put.insert(0, key)  # behind all others: the pool makes room meanwhile
                 self._once_more.add(key)
             else:
                 self._counts["pool_blocks", "refused"] += 1

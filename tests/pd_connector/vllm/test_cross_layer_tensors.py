@@ -1,6 +1,8 @@
 """Caches that the connector allocates: aligned, with all layers of a block together."""
 
+import ctypes
 from collections.abc import Sequence
+from itertools import product
 
 import pytest
 import torch
@@ -53,3 +55,11 @@ def test_a_worker_describes_a_part_as_one_plane_with_all_layers_of_a_block_toget
     planes = describe_caches(caches, [group], Ranks(0, 1, 0, 1), "a").groups[0].planes
     assert [(plane.part, plane.layers) for plane in planes] == [("k", layers(2)), ("v", layers(2))]
     assert [(plane.layer_stride, plane.block_stride) for plane in planes] == [(96, 192), (32, 64)]
+    for plane, (number, name) in product(planes, enumerate(layers(2))):
+        view = caches[name][planes.index(plane)]
+        view.copy_(torch.arange(view.numel()).view(view.shape) % 97 + number)
+        for block, token, head in torch.cartesian_prod(*(torch.arange(size) for size in view.shape[:3])).tolist():
+            address = plane.address + number * plane.layer_stride + block * plane.block_stride
+            address += token * plane.token_stride + head * plane.head_stride
+            stored = bytearray(ctypes.string_at(address, plane.content * plane.item_size))
+            assert torch.equal(torch.frombuffer(stored, dtype=view.dtype), view[block, token, head])

@@ -41,6 +41,17 @@ def counted(engine: EngineSim, what: str) -> int:
     return engine.counts[what]
 
 
+def fail_while_putting(world: World, engine: EngineSim) -> int:
+    """Let the pool fail during a put; return how many blocks wait to be put once more."""
+    compute(world, engine, FIRST)
+    while not pool_of(engine)._puts:
+        world.step()
+    world.pool.fails = True
+    while pool_of(engine)._puts:
+        world.step()
+    return len(pool_of(engine)._once_more)
+
+
 def slow_down(engine: EngineSim) -> None:
     """Let the engine think that it computes slowly, so that more is worth waiting for."""
     engine.side._rate._per_second = 500.0
@@ -223,16 +234,21 @@ class TestPutting:
         assert not writer.side.wants_step()
 
     def test_what_was_under_way_when_the_pool_failed_is_put_when_it_works_again(self, world: World) -> None:
-        world.pool.fails = True
         writer = an_engine(world)
-        compute(world, writer, FIRST)
-        for _ in range(40):
-            world.step()
+        waiting = fail_while_putting(world, writer)
         world.pool.fails = False
         world.clock.advance(RETRY_S)
         for _ in range(40):
             world.step()
+        assert waiting
         assert counted(writer, "pool_blocks: put") == TURN // BLOCK == len(world.pool.objects)
+
+    def test_what_a_reset_drops_before_its_second_try_counts_as_refused(self, world: World) -> None:
+        writer = an_engine(world)
+        waiting = fail_while_putting(world, writer)
+        assert waiting
+        assert writer.scheduler.reset_prefix_cache(reset_connector=True)
+        assert counted(writer, "pool_blocks: refused") == waiting
 
     @pytest.mark.parametrize("refused", [0, 64])
     def test_a_put_that_a_reset_overtakes_is_none_of_what_is_put_from_then_on(self, world: World, refused: int) -> None:
