@@ -96,9 +96,3 @@ def test_every_path_of_the_code_that_a_page_names_exists() -> None:
     for page in PAGES:
         for path in re.findall(rf"`((?:{rooms})/[\w./-]+)`", page.read_text()):
             assert (ROOT / path).exists(), f"{page}: {path}"
-
-
-def test_the_features_of_the_end_to_end_tests_are_listed() -> None:
-    registered = re.findall(r'"(\w+): e2e feature: (.*)"', (ROOT / "pyproject.toml").read_text())
-    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
-    assert [(name, text.replace("`", "")) for name, text in rows] == registered
