@@ -74,7 +74,7 @@ lint: $(STAMPS)/installed
 types: $(STAMPS)/installed
 	@$(BIN)/mypy
 
-test: lint types  ## lint, types and all tests but those marked slow (test-all runs these): about 25 minutes
+test: lint types  ## lint, types and all tests but those marked slow (test-all runs these): about 18 minutes
 	@$(BIN)/python -m pytest $(BY_FOUR) -m 'not e2e and not slow' $(ARGS) || $(OTHERS_CHOSEN)
 	@$(BIN)/python -m pytest -m 'e2e and not slow' $(SERVERS) $(ARGS) || $(OTHERS_CHOSEN)
 
