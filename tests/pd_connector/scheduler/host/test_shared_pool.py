@@ -243,6 +243,16 @@ class TestPutting:
         assert waiting
         assert counted(writer, "pool_blocks: put") == TURN // BLOCK == len(world.pool.objects)
 
+    def test_what_waits_for_its_second_try_waits_once_also_if_it_is_computed_anew(self, world: World) -> None:
+        writer = an_engine(world)
+        waiting = fail_while_putting(world, writer)
+        for number in range(12):  # until neither the device nor host memory has it
+            compute(world, writer, [7000 + number] * 400)
+        assert compute(world, writer, FIRST)[0] == TURN
+        world.step()
+        again = [key for key in pool_of(writer)._to_put if key in pool_of(writer)._once_more]
+        assert len(again) == waiting
+
     def test_what_a_reset_drops_before_its_second_try_counts_as_refused(self, world: World) -> None:
         writer = an_engine(world)
         waiting = fail_while_putting(world, writer)
