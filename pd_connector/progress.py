@@ -18,6 +18,8 @@ from transfer.control.messages import Follow, Followed, SlotRange, TransferState
 
 _Tables = tuple[tuple[int, ...], ...]
 
+#: Blocks of a group beyond one for each token of the prompt: for drafts.
+_MOST_MORE_BLOCKS = 1024
 #: Of ``RemotePrefill``: what may differ between two answers about one prompt.
 _CHANGING = frozenset({"remote_block_ids", "remote_attempt", "lease_ttl_s"})
 
@@ -143,6 +145,8 @@ class Progress:
             self._refuse(f"with {tokens} complete tokens of {answer.prompt_tokens}")
         held = tokens - 1 if state is TransferState.COMPLETE else tokens  # the last one may be left to this engine
         for group, (ids, size) in enumerate(zip(tables, answer.block_sizes, strict=True)):
+            if len(ids) > answer.prompt_tokens + _MOST_MORE_BLOCKS:
+                self._refuse(f"with {len(ids)} blocks of cache group {group}, for {answer.prompt_tokens} tokens")
             if len(ids) < -(-held // size):
                 self._refuse(
                     f"with {tokens} complete tokens, and cache group {group} has {len(ids)} blocks of {size} tokens "

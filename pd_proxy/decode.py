@@ -157,7 +157,7 @@ def _status(answer: Answer, first: bytes) -> int:
         return answer.status
     try:
         return int(json.loads(data.partition(b"\n\n")[0])["error"]["code"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError):
         return HTTPStatus.INTERNAL_SERVER_ERROR
 
 

@@ -67,6 +67,8 @@ _NEUTRAL_IN_CHATS: dict[str, tuple[Any, ...]] = {
 }
 #: Members that are the same in all events of an answer.
 _HEAD = ("id", "object", "created", "model")
+#: What is raised where an answer is nothing that vLLM sends.
+_NOT_VLLMS = (LookupError, ValueError, TypeError, AttributeError, OverflowError)
 #: vLLM's own, of a text completion that says nothing.
 _FEW_TOKENS = 16
 
@@ -133,7 +135,7 @@ class Written:
             text = message["content"]
             if not text or text.endswith("\ufffd"):
                 return "", b""
-        except (KeyError, ValueError, TypeError, AttributeError):  # nothing that vLLM answers who asks for ids
+        except _NOT_VLLMS:  # who asks for ids
             return "", b""
         self._prompt, self._tokens, self._whole = prompt, array("I", [token]), 1
         self._head = {name: answer.get(name) for name in _HEAD}
@@ -207,11 +209,11 @@ class Written:
             if self._before:
                 event |= self._head
                 self._count(event)
-        except (ValueError, KeyError, TypeError, AttributeError):  # the end, an error, or nothing that vLLM sends
+            self._head = self._head or {name: event.get(name) for name in _HEAD}
+            return event_of(event) if is_shown else b""
+        except _NOT_VLLMS:  # or the end, or an error
             self._is_open = False
             return raw + EVENT_END
-        self._head = self._head or {name: event.get(name) for name in _HEAD}
-        return event_of(event) if is_shown else b""
 
     def _note(self, event: Body, choice: Body) -> bool:
         """Note a choice's tokens and take them out; return whether vLLM would have sent it without them."""

@@ -7,6 +7,7 @@ together with P. What a single server would have said is what P says, which has 
 Only the JSON object with these figures is replaced; every other byte of an answer passes as it came.
 """
 
+import asyncio
 import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -108,22 +109,22 @@ async def corrected(pieces: AsyncIterator[bytes], figures: Figures, details: Det
     key = figures.key()
     context, rest = b"", b""  # the end of what has been passed on; an object that is not whole yet
     async for piece in pieces:
-        passed, rest = b"", rest + piece
-        while found := key.search(context + rest):  # never in the context alone: it ends before an object
-            start = found.end() - len(context)
-            passed += rest[:start]
-            context, rest = (context + rest[:start])[-_LONGEST_KEY:], rest[start:]
-            whole = _OBJECT.match(rest)
-            if whole is None and len(rest) <= _LONGEST_OBJECT:
+        data, passed, begin, sent = context + rest + piece, bytearray(), 0, len(context)
+        while found := key.search(data, begin):  # never in the context alone: it ends before an object
+            start = found.end()
+            passed += data[sent:start]
+            whole = _OBJECT.match(data, start)
+            if whole is None and len(data) - start <= _LONGEST_OBJECT:
+                context, rest = data[max(begin, start - _LONGEST_KEY) : start], data[start:]
                 break
-            size = whole.end() if whole else 1
-            passed += figures.replaced(rest[:size], await details()) if whole else rest[:size]
-            context, rest = b"", rest[size:]
+            begin = sent = whole.end() if whole else start + 1
+            passed += figures.replaced(data[start:begin], await details()) if whole else data[start:begin]
+            await asyncio.sleep(0)  # a client may have a piece of thousands echoed
         else:
-            passed += rest
-            context, rest = (context + rest)[-_LONGEST_KEY:], b""
+            passed += data[sent:]
+            context, rest = data[max(begin, len(data) - _LONGEST_KEY) :], b""
         if passed:
-            yield passed
+            yield bytes(passed)
     if rest:
         yield rest
 
@@ -149,4 +150,4 @@ def _is(raw: bytes, told: dict[str, Any]) -> bool:
 
 
 def _count(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63 else None

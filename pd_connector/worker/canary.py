@@ -252,8 +252,18 @@ class CanaryPulls(WorkerRole):
         if not canary.reference.block_ids:
             return CanaryEnds(1)
         lacking = canary.end.lacking_states
-        canary.verdict = self._thread.submit(self._compares, canary.order, canary.reference, lacking)
+        canary.verdict = self._begin(canary.order, canary.reference, lacking)
         return None
+
+    def _begin(
+        self, order: PullOrder, reference: CanaryReference, lacking: frozenset[tuple[int, int]]
+    ) -> "Future[CanaryEnds]":
+        try:
+            return self._thread.submit(self._compares, order, reference, lacking)
+        except RuntimeError as error:  # the system has no thread left
+            failed = Future[CanaryEnds]()
+            failed.set_exception(error)
+            return failed
 
     def _verdict(self, canary: _Canary) -> CanaryEnds:
         assert canary.verdict is not None, "nothing was compared"

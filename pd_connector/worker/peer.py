@@ -201,7 +201,7 @@ def connect_peer(context: PullContext, address: PeerAddress, deadline: float) ->
         raise PullFailed.unanswered(error, had_time=left_s >= longest_s) from error
     try:
         peer = _make_peer(context, welcome, address)
-    except ValueError as error:  # IncompatibleCachesError, PlanError, or overlapping regions
+    except (ValueError, ArithmeticError) as error:  # IncompatibleCachesError, PlanError, regions, impossible numbers
         raise PullFailed(Cause.INCOMPATIBLE, str(error)) from error
     try:
         for rank in peer.plans:

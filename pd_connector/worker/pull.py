@@ -127,7 +127,7 @@ class Pull:
         peer = connect(self._deadline)
         self._watch.lap("handshake")
         if peer.locates and not self.order.transfer_id:
-            self._locate()
+            self._locate(peer)
             self._watch.lap("handshake")
         least_tokens = self._context.reads.least_bytes / max(peer.token_bytes, 1)
         least_on_device = least_tokens if self._context.reads_ahead else float("inf")
@@ -289,7 +289,7 @@ class Pull:
         if is_ahead:
             self._extend_deadline()
 
-    def _locate(self) -> None:
+    def _locate(self, peer: Peer) -> None:
         """Learn where P has the blocks. They stay there until the release.
 
         Raises:
@@ -306,7 +306,11 @@ class Pull:
             raise PullFailed(Cause.LEASE, why_ended(self.order, reply.reason))
         if reply.place == Place.DEVICE:
             return
-        if reply.place != Place.HOST or list(map(len, reply.slots)) != list(map(len, remote.remote_block_ids)):
+        if (
+            peer.host_plans is None
+            or reply.place != Place.HOST
+            or list(map(len, reply.slots)) != list(map(len, remote.remote_block_ids))
+        ):
             raise PullFailed(
                 Cause.PARAMS,
                 f"the prefill engine says that the lease lies in {reply.place!r}, with "

@@ -137,7 +137,12 @@ class Pulls(WorkerRole):
 
     def _submit(self, order: PullOrder) -> None:
         self._outstanding.add(order.request_id)
-        session = self._session(order)
+        try:
+            session = self._session(order)
+        except RuntimeError as error:  # the system has no thread left
+            reason = f"no pull can begin: {error}"
+            self._refuse(RefuseOrder(order.request_id, Cause.INTERNAL, reason, order.traceparent))
+            return
         if session is None:
             reason = f"{self._max_peers} prefill engines are being pulled from already, which is the maximum at a time"
             self._refuse(RefuseOrder(order.request_id, Cause.UNREACHABLE, reason, order.traceparent))

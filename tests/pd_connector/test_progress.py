@@ -46,6 +46,12 @@ def test_a_later_answer_goes_on_where_the_known_table_ends_or_replaces_its_end()
     assert progress.remote.remote_block_ids == ((7, 8, 5, 6), (0, 3))
 
 
+def test_more_blocks_than_a_prompt_can_have_are_refused() -> None:
+    """Else a broken P that tells some more in each answer fills this engine's memory."""
+    with pytest.raises(TransferEnded, match="with 5000 blocks of cache group 0, for 70 tokens"):
+        known(answer(block_ids=(tuple(range(5000)), (0, 4))))
+
+
 def test_a_complete_prompt_is_told_whole() -> None:
     whole = ((7, 8, 9, 1, 2), (0, 0, 3))
     progress = known(BEGUN, answer(state=TransferState.COMPLETE, tokens=70, first_blocks=(0, 0), block_ids=whole))

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -87,6 +88,19 @@ def test_only_the_figures_wait_for_their_end() -> None:
 )
 def test_what_has_no_figures_is_not_changed(content: bytes) -> None:
     assert b"".join(through([content, content], PromptDetails(4))) == 2 * content
+
+
+def test_many_figures_in_one_piece_take_no_more_time_each() -> None:
+    """As where a client has them echoed: another request must not wait for that."""
+
+    def seconds(number: int) -> float:
+        piece = b'"prompt_tokens_details":{"cached_tokens":9},' * number
+        began = time.process_time()
+        assert b"".join(through([piece], PromptDetails(4))) == piece.replace(b":9", b":4")
+        return time.process_time() - began
+
+    few, many = seconds(2_000), seconds(32_000)
+    assert many < 64 * few, "sixteen times as many"
 
 
 def test_figures_that_never_end_are_passed_on() -> None:

@@ -25,10 +25,12 @@ from transfer.control.messages import (
     REPLY_NAMES,
     Error,
     ErrorCode,
+    Hello,
     MalformedMessage,
     Reply,
     RequestFor,
     decode_reply,
+    message_id_of,
 )
 from transfer.control.peer_sockets import ClientSettings, PeerPool, PeerSocket, Resolved
 from transfer.control.polling import Wakeup
@@ -38,6 +40,10 @@ from transfer.peers import Address, AllowedPeers
 logger = logging.getLogger(__name__)
 
 _REPLIES_PER_TURN = 64  # of one peer, before the other peers get their turn
+#: All replies but welcomes are smaller: ``MAX_SUMS`` checksums, the block ids of a million tokens.
+_LARGE_BYTES = 4 * 2**20
+#: Of what a peer says in an error.
+_REASON_CHARACTERS = 512
 #: A timer that is later: this process was stopped, or had no processor.
 _STOPPED_S = 1.0
 
@@ -295,8 +301,8 @@ class ClientLoop:
 
     def _refuse(self, pending: Pending, code: ErrorCode, reason: str) -> None:
         self._count(refused=self._counters.refused + 1)
-        host, port = pending.address.host, pending.address.port
-        self._settle(pending, PeerRefused(host=host, port=port, request_type=pending.kind, code=code, reason=reason))
+        host, port, said = pending.address.host, pending.address.port, reason[:_REASON_CHARACTERS]
+        self._settle(pending, PeerRefused(host=host, port=port, request_type=pending.kind, code=code, reason=said))
 
     def _send_waiting(self, peer: PeerSocket) -> None:
         """Send what the connection accepts; a poll tells when it accepts more."""
@@ -332,6 +338,9 @@ class ClientLoop:
             self._take_reply(peer, frame)
 
     def _take_reply(self, peer: PeerSocket, frame: bytes) -> None:
+        if len(frame) > _LARGE_BYTES and not self._is_welcome(peer, frame):
+            self._ignore_malformed(peer, f"a frame of {len(frame)} bytes, and only a welcome may be as large")
+            return
         try:
             message_id, reply = decode_reply(frame)
         except MalformedMessage as error:
@@ -352,9 +361,14 @@ class ClientLoop:
             self._count(answered=self._counters.answered + 1)
             self._settle(pending, reply)
 
+    def _is_welcome(self, peer: PeerSocket, frame: bytes) -> bool:
+        """Return whether a frame answers a hello. Large ones are not decoded for less: other threads stand still."""
+        pending = self._pending.get(message_id_of(frame))
+        return pending is not None and pending.address == peer.address and isinstance(pending.request, Hello)
+
     def _take_error(self, pending: Pending, error: Error) -> None:
         if error.code is ErrorCode.NOT_READY:
-            pending.not_ready = error.message or "the engine is still starting"
+            pending.not_ready = error.message[:_REASON_CHARACTERS] or "the engine is still starting"
         else:
             self._refuse(pending, error.code, error.message)
 

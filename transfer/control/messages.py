@@ -268,15 +268,18 @@ class SlotRange(msgspec.Struct, frozen=True):
 class Followed(msgspec.Struct, frozen=True, tag="followed"):
     """How far a named prompt is. All but ``engine_id`` and ``state`` is empty before the prompt is being computed."""
 
-    engine_id: str
-    state: str  # one of ``TransferState``, or a state of a later version, which is to be taken for ``ENDED``
+    engine_id: _Id
+    #: One of ``TransferState``, or a state of a later version, which is to be taken for ``ENDED``.
+    state: Annotated[str, msgspec.Meta(max_length=64)]
     lease_id: str = ""
     lease_ttl_s: float = 0.0  # from when the prompt is complete; until then, the request itself holds the blocks
-    attempt: int = 0  # how many times the prompt was started over, so that its blocks were reused
+    #: How many times the prompt was started over, so that its blocks were reused.
+    attempt: Annotated[int, msgspec.Meta(ge=0)] = 0
     prompt_tokens: int = 0
     prompt_digest: str = ""
     block_sizes: tuple[int, ...] = ()  # of each cache group, in tokens
-    tokens: int = 0  # how many of the prompt's tokens have their KV cache in the blocks, on every rank
+    #: How many of the prompt's tokens have their KV cache in the blocks, on every rank.
+    tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
     #: By cache group, the part of the block table that begins with block ``first_blocks[group]``; 0 marks a block that
     #: is not held. Of a complete prompt the whole table, because the windows of some layers have moved.
     block_ids: tuple[tuple[int, ...], ...] = ()
@@ -396,7 +399,7 @@ _requests = msgspec.msgpack.Decoder(Request)
 _replies = msgspec.msgpack.Decoder(Reply)
 
 # What the decoder raises on arbitrary input: besides its own errors, those for deep nesting and invalid UTF-8.
-_DECODE_ERRORS = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
+_DECODE_ERRORS = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, MemoryError)
 
 
 def encode(message_id: int, body: RequestFor[Any] | Reply) -> bytes:

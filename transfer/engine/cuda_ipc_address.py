@@ -79,7 +79,7 @@ class ExportedMemory(msgspec.Struct, frozen=True, array_like=True):
         name, _, encoded = address.partition("/")
         try:
             return msgspec.msgpack.decode(base64.urlsafe_b64decode(encoded), type=cls)
-        except ValueError as error:  # also those of msgspec and base64
+        except (ValueError, RecursionError) as error:  # also those of msgspec and base64
             raise ReadFailed(f"cannot open a link to {name[:80]!r}: it is no address: {error}", settled=True) from error
 
 

@@ -74,10 +74,14 @@ def _connected(ip: str, port: int, unwanted: _Unwanted) -> Iterator[socket.socke
 
 def _data_port(connection: socket.socket, unwanted: _Unwanted) -> int:
     """Return the port that a peer names in its answer to a handshake, 0 if it names none in time."""
-    answer, size = b"", _HEAD.size
+    answer, size, until = b"", _HEAD.size, time.monotonic() + _PATIENCE_S
+
+    def is_over() -> bool:  # for all of the answer, whose bytes may come one by one
+        return unwanted() or time.monotonic() >= until
+
     try:
         connection.sendall(_QUESTION)
-        while len(answer) < size <= _MOST_BYTES and _comes(connection, select.POLLIN, unwanted):
+        while len(answer) < size <= _MOST_BYTES and _comes(connection, select.POLLIN, is_over):
             received = connection.recv(_MOST_BYTES)
             if not received:
                 break
@@ -85,7 +89,7 @@ def _data_port(connection: socket.socket, unwanted: _Unwanted) -> int:
             if len(answer) >= _HEAD.size:
                 size = _HEAD.unpack_from(answer)[0] + _HEAD.size - 1
         port = json.loads(answer[_HEAD.size :])["tcp_data_port"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return 0
     return port if isinstance(port, int) and 0 < port < 65536 else 0
 

@@ -112,5 +112,10 @@ class StoreThread:
 
     def _let_go(self) -> None:
         store, self._store = self._store, None
-        if store is not None and not store.close():
+        try:
+            is_closed = store is None or store.close()
+        except Exception:
+            logger.exception("PDConnector: a connection to the pool cannot be closed")
+            is_closed = False
+        if store is not None and not is_closed:
             self._left.append(store)

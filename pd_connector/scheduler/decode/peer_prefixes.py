@@ -70,6 +70,7 @@ class _Asking:
     give_up_at: float
     asked: dict[Address, Future[Found]]
     hash_tokens: dict[Address, int] = field(default_factory=dict)  # of the hashes that each was sent
+    again: set[Address] = field(default_factory=set)  # those that were asked once more, with other hashes
 
 
 @dataclass(slots=True)
@@ -344,8 +345,9 @@ class PeerPrefixes(SchedulerRole):
         others = {}
         for peer, answer in asking.asked.items():
             found = answer.result() if answer.exception() is None else None
-            if found is None or found.hash_tokens in {0, asking.hash_tokens[peer], self._peer_hash_tokens.get(peer)}:
-                continue  # one that says now this, now that is asked once for each
+            if found is None or peer in asking.again or found.hash_tokens in {0, asking.hash_tokens[peer]}:
+                continue  # one that says now this, now that is asked twice
+            asking.again.add(peer)
             others[peer] = found.hash_tokens
         for peer, hash_tokens in others.items():
             self._peer_hash_tokens[peer] = hash_tokens

@@ -76,8 +76,9 @@ def test_only_who_had_time_to_answer_is_unreachable(
     changes: dict[str, Any] = {"clock": clock, "client": client, "pull_timeout_s": 60.0, "handshake_timeout_s": 5.0}
     context = replace(worker.context(), **changes)
     pull = Pull(context, order, lambda end: None, threading.Event())
+    peer: Any = None  # it is not looked at
     clock.advance(60.0 - left_s)
     with pytest.raises(PullFailed) as failed:
-        pull._locate()
+        pull._locate(peer)
     assert client.waited == pytest.approx(waited)
     assert (failed.value.cause, failed.value.is_unresponsive) == (cause, is_unresponsive)

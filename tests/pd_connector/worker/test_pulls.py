@@ -92,6 +92,17 @@ def submit(service: Pulls, order: PullOrder) -> None:
     assert service.execute(Orders(pulls=(order,))) == [order.request_id]
 
 
+def test_where_the_system_has_no_thread_left_a_pull_fails_and_the_worker_goes_on(site: Site) -> None:
+    def no_thread(*_: Any) -> Any:
+        raise RuntimeError("can't start new thread")
+
+    (worker,) = site.decode()
+    pulls = site.add(Pulls(worker.context(), 600.0, open_session=no_thread))
+    submit(pulls, an_order("r", site.prefill().prefill("r", THEIRS), OURS))
+    (end,) = pulls.take_ends()
+    assert (end.cause, end.reason) == (Cause.INTERNAL, "no pull can begin: can't start new thread")
+
+
 Decode = Callable[..., DecodeEngine]
 
 

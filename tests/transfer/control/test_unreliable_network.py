@@ -19,7 +19,17 @@ from tests.support.control.samples import HELLO, RELEASE, WELCOME, Handler
 from tests.support.waiting import until
 from transfer.control.client import ControlClient
 from transfer.control.failures import PeerUnreachable
-from transfer.control.messages import Release, Released, Renew, Renewed, Reply, Request
+from transfer.control.messages import (
+    Followed,
+    Release,
+    Released,
+    Renew,
+    Renewed,
+    Reply,
+    Request,
+    encode,
+    message_id_of,
+)
 from transfer.control.peer_sockets import ClientSettings
 from transfer.control.server import ControlServer
 
@@ -97,6 +107,21 @@ def test_a_garbled_reply_is_ignored_and_the_next_one_taken(impatient: ControlCli
 
     with FaultyNetwork(server.port, garble_first) as network:
         assert impatient.request(HERE, network.port, HELLO, 10).result() == WELCOME
+    assert impatient.counters.malformed_replies == 1
+
+
+def test_a_large_reply_to_anything_but_a_hello_is_not_even_decoded(
+    impatient: ControlClient, server: ControlServer
+) -> None:
+    """All other threads would stand still for it."""
+    damage = lose_first(1, Direction.REPLY)
+
+    def swell_first(way: Direction, frame: bytes) -> list[Delivery]:
+        large = encode(message_id_of(frame), Followed("p", "queued", block_ids=((0,) * 5_000_000,)))
+        return list(damage(way, frame)) or [(0.0, large)]
+
+    with FaultyNetwork(server.port, swell_first) as network:
+        assert impatient.request(HERE, network.port, RELEASE, 30).result() == Released(True)
     assert impatient.counters.malformed_replies == 1
 
 

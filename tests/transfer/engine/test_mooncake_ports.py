@@ -5,6 +5,7 @@ import re
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 
@@ -41,6 +42,28 @@ def receive(connection: socket.socket) -> bytes:
     """The JSON of a question or of an answer."""
     size, _ = struct.unpack("<QB", connection.recv(9, socket.MSG_WAITALL))
     return connection.recv(size - 1, socket.MSG_WAITALL)
+
+
+@pytest.mark.usefixtures("_impatient")
+def test_an_answer_that_comes_byte_by_byte_is_waited_for_no_longer() -> None:
+    ours, theirs = socket.socketpair()
+    over = threading.Event()
+
+    def trickle() -> None:
+        with suppress(OSError):
+            theirs.sendall(struct.pack("<QB", 1 << 19, 0))
+            while not over.wait(0.05):
+                theirs.sendall(b" ")
+
+    thread = threading.Thread(target=trickle)
+    with ours, theirs:
+        thread.start()
+        began = time.monotonic()
+        assert mooncake_ports._data_port(ours, lambda: False) == 0
+        took_s = time.monotonic() - began
+        over.set()
+        thread.join()
+    assert took_s < 10.0
 
 
 @contextmanager

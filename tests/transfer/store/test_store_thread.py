@@ -6,6 +6,7 @@ Covers: transfer.store.interface.
 import threading
 from collections.abc import Iterator
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 
@@ -63,6 +64,18 @@ def test_after_a_failure_the_store_is_left_alone_for_a_while(
     clock.advance(RETRY_S)
     assert thread.submit(look, 1.0).result(10) == [False]
     assert shared.opened == 2, "by a new connection"
+
+
+def test_a_connection_that_cannot_be_closed_is_left_behind_and_the_thread_goes_on(
+    thread: StoreThread, shared: SharedObjects, clock: ManualClock
+) -> None:
+    def fail(store: ObjectStore) -> None:
+        with patch.object(store, "close", side_effect=RuntimeError("of a library")):
+            thread._let_go()
+
+    thread.submit(fail, 1.0).result(10)
+    assert thread.submit(look, 1.0).result(10) == [False]
+    assert shared.opened == 2
 
 
 def test_a_failure_of_the_master_alone_keeps_the_connection(

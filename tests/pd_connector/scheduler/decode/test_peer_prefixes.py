@@ -364,6 +364,24 @@ def test_an_engine_with_other_blocks_is_asked_again_by_hashes_of_these(
     assert [len(find.hashes) for find in asked] == [(TURN - 1) // 16, (TURN - 1) // 8, (TURN - 1) // 8]
 
 
+def test_an_engine_that_says_another_size_each_time_is_asked_twice(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each time, the whole prompt is hashed."""
+    holder = a_holder(world)
+    finder = asker(world, holder)
+    asked: list[Find] = []
+
+    def with_other_blocks(message: Any) -> Any:
+        asked.append(message)
+        return Found("engine", message.hashing, 4 if message.hash_tokens == 8 else 8)
+
+    monkeypatch.setattr(holder.service, "handle", with_other_blocks)
+    finder.ask(ClientRequest("a", FIRST, 1))
+    world.run(20.0)
+    assert [find.hash_tokens for find in asked] == [16, 8]
+
+
 def test_sixteen_requests_are_asked_for_at_a_time(world: World) -> None:
     holder = a_holder(world)
     finder = asker(world, holder, blocks=400)
