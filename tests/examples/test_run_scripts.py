@@ -31,7 +31,15 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
 
 def ports() -> dict[str, str]:
     """Variables with free ports."""
-    return dict(zip(("PROXY_PORT", "PREFILL_PORT", "DECODE_PORT"), map(str, free_ports(3)), strict=True))
+    return two_of_ports()[0]
+
+
+def two_of_ports() -> list[dict[str, str]]:
+    """The same for two scripts, whose servers need not listen yet."""
+    found = list(map(str, free_ports(6)))
+    return [
+        dict(zip(("PROXY_PORT", "PREFILL_PORT", "DECODE_PORT"), each, strict=True)) for each in (found[:3], found[3:])
+    ]
 
 
 @pytest.fixture
@@ -292,10 +300,11 @@ def test_ctrl_c_ends_them_while_they_load(start: Start, machine: Machine) -> Non
 def test_another_run_is_told_what_the_first_one_uses_though_its_servers_do_not_listen_yet(
     start: Start, machine: Machine, tmp_path: Path, name: str
 ) -> None:
-    taken = ports() | {"LOG_DIR": str(tmp_path / "logs")}
+    taken, others = two_of_ports()
+    taken |= {"LOG_DIR": str(tmp_path / "logs")}
     first = start("cuda", "model", FAKE_PREFILL="loading", **taken)
     until(lambda: "starting P, D and the proxy" in first.output)
-    others = ports() | {"LOG_DIR": str(tmp_path / "other logs")} | {name: taken[name]}
+    others |= {"LOG_DIR": str(tmp_path / "other logs")} | {name: taken[name]}
     with Run("cuda", "model", output=tmp_path / "second", variables=machine.variables | others) as second:
         assert second.wait() == 2
         assert f"error: another run of this script uses this {name} already ({taken[name]}); choose" in second.output
