@@ -111,7 +111,7 @@ def test_a_garbled_reply_is_ignored_and_the_next_one_taken(impatient: ControlCli
 
 
 def test_a_large_reply_to_anything_but_a_hello_is_not_even_decoded(
-    impatient: ControlClient, server: ControlServer
+    impatient: ControlClient, server: ControlServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     """All other threads would stand still for it."""
     damage = lose_first(1, Direction.REPLY)
@@ -123,6 +123,7 @@ def test_a_large_reply_to_anything_but_a_hello_is_not_even_decoded(
     with FaultyNetwork(server.port, swell_first) as network:
         assert impatient.request(HERE, network.port, RELEASE, 30).result() == Released(True)
     assert impatient.counters.malformed_replies == 1
+    assert "only a welcome may be as large" in caplog.text, "not that it is of another type, which decoding tells"
 
 
 def test_a_network_that_is_cut_and_mended(impatient: ControlClient, server: ControlServer) -> None:

@@ -1,6 +1,6 @@
 """Prefixes that another engine holds are found and pulled before a prompt is computed: vLLM's own schedulers."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -344,19 +344,27 @@ def test_a_holder_that_lends_everything_under_one_name_loses_no_block_of_ours(
     assert finder.blocks_in_use == 0
 
 
+def asked_by_others(
+    monkeypatch: pytest.MonkeyPatch, holder: EngineSim, hash_tokens: Callable[[Find], int]
+) -> list[Find]:
+    """Let an engine answer that its blocks have another size; return what it is asked."""
+    asked: list[Find] = []
+
+    def answer(find: Find) -> Found:
+        asked.append(find)
+        return Found("engine", find.hashing, hash_tokens(find))
+
+    monkeypatch.setattr(holder.service, "handle", answer)
+    return asked
+
+
 def test_an_engine_with_other_blocks_is_asked_again_by_hashes_of_these(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That what is found is right is shown with servers, whose blocks differ."""
     holder = a_holder(world)
     finder = asker(world, holder)
-    asked: list[Find] = []
-
-    def with_small_blocks(message: Any) -> Any:
-        asked.append(message)
-        return Found("engine", message.hashing, 8)
-
-    monkeypatch.setattr(holder.service, "handle", with_small_blocks)
+    asked = asked_by_others(monkeypatch, holder, lambda find: 8)
     for name, tokens in (("a", FIRST), ("b", SECOND)):
         finder.ask(ClientRequest(name, tokens, 1))
         world.run(20.0)
@@ -370,13 +378,7 @@ def test_an_engine_that_says_another_size_each_time_is_asked_twice(
     """Each time, the whole prompt is hashed."""
     holder = a_holder(world)
     finder = asker(world, holder)
-    asked: list[Find] = []
-
-    def with_other_blocks(message: Any) -> Any:
-        asked.append(message)
-        return Found("engine", message.hashing, 4 if message.hash_tokens == 8 else 8)
-
-    monkeypatch.setattr(holder.service, "handle", with_other_blocks)
+    asked = asked_by_others(monkeypatch, holder, lambda find: 4 if find.hash_tokens == 8 else 8)
     finder.ask(ClientRequest("a", FIRST, 1))
     world.run(20.0)
     assert [find.hash_tokens for find in asked] == [16, 8]
