@@ -130,6 +130,7 @@ class Written:
         try:
             (choice,) = answer["choices"]
             (token,) = choice["token_ids"]
+            tokens = array("I", [token])
             prompt = array("I", choice.get("prompt_token_ids") or answer["prompt_token_ids"])
             message = choice["message"] if self._is_chat else {"content": choice["text"]}
             text = message["content"]
@@ -137,7 +138,7 @@ class Written:
                 return "", b""
         except _NOT_VLLMS:  # who asks for ids
             return "", b""
-        self._prompt, self._tokens, self._whole = prompt, array("I", [token]), 1
+        self._prompt, self._tokens, self._whole = prompt, tokens, 1
         self._head = {name: answer.get(name) for name in _HEAD}
         shown: list[Body] = [{"text": text}]
         if self._is_chat:

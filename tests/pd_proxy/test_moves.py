@@ -60,6 +60,19 @@ def test_behind_several_tokens_an_answer_stays_because_the_last_may_be_half() ->
     assert written.rest()["prompt"] == [*PROMPT_IDS, 10, 11, 12, 13]
 
 
+@pytest.mark.parametrize("token", [-1, 2**32, "1"])
+def test_nobody_goes_on_behind_ids_that_no_vocabulary_has(token: object) -> None:
+    choice = {"text": "a", "token_ids": [token], "prompt_token_ids": [1]}
+    assert Written(COMPLETIONS, {}).begun({"choices": [choice]}) == ("", b"")
+
+
+def test_an_event_that_cannot_be_written_anew_passes_as_it_came() -> None:
+    event = b'data: {"choices":[{"index":0,"text":"\\ud83d","token_ids":[5],"finish_reason":null}]}\n\n'
+    written = Written(COMPLETIONS, {})
+    assert followed(written, event) == event
+    assert not written.can_go_on
+
+
 def test_half_a_character_stays_until_the_other_half_is_there() -> None:
     written = Written(COMPLETIONS, {})
     followed(written, tokens(0, 1, begins=True) + tokens(1, 2) + tokens(2, 3), 10_000, leaves=True)

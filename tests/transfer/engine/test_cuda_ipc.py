@@ -159,12 +159,22 @@ def _address(**changes: object) -> str:
     return msgspec.structs.replace(memory, **changes).encode()
 
 
+#: MessagePack of the members, and a fifth one of arrays in arrays.
+NESTED = (
+    b"\x95"
+    + msgspec.msgpack.encode(ProcessPlace("b", 1, 1))
+    + b"\xa3GPU"
+    + (msgspec.msgpack.encode(Identity(4096, bytes(16))) + b"\x90" + b"\x91" * 100_000)
+)
+
+
 @pytest.mark.parametrize(
     "address",
     [
         "",
         "127.0.0.1:1234",
         "cuda-ipc:1@GPU/?",
+        f"cuda-ipc:1@GPU/{base64.urlsafe_b64encode(NESTED).decode()}",
         f"cuda-ipc:1@GPU/{base64.urlsafe_b64encode(b'junk').decode()}",
         _address(allocations=(Allocation(4096, 4096, b"short"),)),
         _address(allocations=(Allocation(-1, 4096, bytes(64)),)),
