@@ -5,8 +5,10 @@ import threading
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
+from layout.geometry import Region
 from pd_connector.recipe_keys import EngineSizes
 from pd_connector.worker import session as sessions
 from tests.support.connector.engines import (
@@ -26,6 +28,7 @@ from tests.support.engine.in_process import InProcessEngine, InProcessLink
 from tests.support.layout.oracle import Model
 from tests.support.process import free_port
 from tests.support.waiting import until
+from transfer.control.messages import Welcome
 from transfer.engine.interface import ReadFailed
 
 # Peers of which some prompts cannot be had
@@ -224,6 +227,25 @@ def test_an_engine_with_other_caches_is_incompatible_and_nothing_is_read(
     assert all(word in end.reason for word in words)
     assert site.fabric.reads == 0
     assert worker.untouched
+
+
+def test_numbers_that_no_engine_can_have_are_incompatible(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a surprise, after which others would try the same."""
+    prefill, (worker, *_) = site.prefill(), site.decode()
+    handle = prefill.service.handle
+
+    def tells(message: Any) -> Any:
+        reply = handle(message)
+        if isinstance(reply, Welcome):
+            first = reply.workers[0]
+            far = replace(first, regions=(Region(2**63 - 16, 2**20), *first.regions[1:]))
+            reply = msgspec.structs.replace(reply, workers=(far, *reply.workers[1:]))
+        return reply
+
+    monkeypatch.setattr(prefill.service, "handle", tells)
+    end = pull_once(site, prefill.prefill("r", THEIRS), worker)
+    assert end.cause == "incompatible"
+    assert site.fabric.reads == 0
 
 
 @pytest.mark.parametrize(
