@@ -41,6 +41,9 @@ PYTHON311 ?= python3.11
 # Asked as well where pip's own index has no CPU build of PyTorch.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
+# Four processes read each module of the tests.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Arguments for the targets: make test ARGS='-k lease', make demo ARGS='--keep-running'
 ARGS ?=
 
@@ -71,8 +74,10 @@ lint: $(STAMPS)/installed
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 
+# The first time, beside mypy, which has one thread: what pytest makes of the test modules, for its processes to read.
 types: $(STAMPS)/installed
-	@$(BIN)/mypy
+	@[ -e $(STAMPS)/collected ] || { $(BIN)/python -m pytest --collect-only -qq >/dev/null 2>&1 || :; touch $(STAMPS)/collected; } & \
+		$(BIN)/mypy && wait
 
 test: lint types  ## lint, types and all tests but those marked slow (test-all runs these): about 18 minutes
 	@$(BIN)/python -m pytest $(BY_FOUR) -m 'not e2e and not slow' $(ARGS) || $(OTHERS_CHOSEN)

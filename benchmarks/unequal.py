@@ -55,7 +55,7 @@ def geometry(memory: Memory, layout: Layout, tp_rank: int, tp_size: int, address
         part="kv", layers=tuple(f"layers.{i}" for i in range(LAYERS)), head_start=start, heads=heads,
         block_tokens=BLOCK_TOKENS, content=2 * HEAD_SIZE, item_size=ITEM, blocks=blocks, address=memory.ctypes.data,
         layer_stride=layer, block_stride=block, head_stride=head, token_stride=2 * HEAD_SIZE * ITEM,
-        content_stride=ITEM, packing="cpu",
+        content_stride=ITEM, packing="cpu", total_heads=KV_HEADS,
     )  # fmt: skip
     regions = (Region(memory.ctypes.data, memory.nbytes),)
     group = CacheGroup(BLOCK_TOKENS, 0, (plane,))
