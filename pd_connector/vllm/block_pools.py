@@ -126,6 +126,7 @@ class HostBlockPool:
         #: Indices of the cache groups whose blocks can be found by their contents.
         self.groups: tuple[int, ...] = self._release.cacheable_groups(device)
         self.block_tokens: tuple[int, ...] = self._release.block_tokens(self._coordinator)
+        self._chunks = self._release.chunk_tokens(self._coordinator)
         self._finds_all = len(self.groups) == len(self.block_tokens)
         self._names_parts = self._release.names_parts and max(self.block_tokens) > self._pool.hash_block_size
         self._events = BlockEvents(device, self._pool, self._release, self.block_tokens)
@@ -181,7 +182,9 @@ class HostBlockPool:
         """
         hashes = request.block_hashes[first_token // self._pool.hash_block_size :]
         end = request.num_tokens - 1 if end_token is None else min(end_token, request.num_tokens - 1)
-        longest = end - first_token
+        # vLLM counts chunks from the first hash that it is given: a hit leaves no chunk that ``first_token`` cuts.
+        chunks = (chunk - first_token % chunk for chunk in self._chunks if first_token % chunk)
+        longest = min((end - first_token, *chunks))
         if longest <= 0 or not hashes or not self.cached or computes_whole_prompt(request):
             return None
         groups, tokens = self._release.longest_hit(self._coordinator, hashes, longest)

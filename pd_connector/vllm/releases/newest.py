@@ -146,6 +146,11 @@ class VllmRelease:
         """Return the block size of each cache group, in tokens."""
         return tuple(int(manager.block_size) for manager in coordinator.single_type_managers)
 
+    def chunk_tokens(self, coordinator: "KVCacheCoordinator") -> frozenset[int]:
+        """Return the sizes of the chunks in which layers with chunked local attention see tokens."""
+        sizes = (getattr(manager, "attention_chunk_size", 0) for manager in coordinator.single_type_managers)
+        return frozenset(int(size) for size in sizes if size)
+
     def leave_unzeroed(self, coordinator: "KVCacheCoordinator", request_id: str, groups: Sequence[int]) -> None:
         """Have vLLM not zero what it has just given a request in ``groups``: it asks the connector for these."""
 

@@ -411,7 +411,7 @@ class HostTierEngine:
         But in a step in which a sibling fails: then what it computes is as wrong as that.
         """
         may_fail = any(each.fails for step in self.steps for each in step.works)
-        for group, (size, window) in enumerate(self.setup.groups):
+        for group, size in enumerate(self.setup.sizes):
             contents = contents_of(self._weights, group, work.job.tokens[: work.end])
             table = work.tables[group]
             if self.setup.holds_states(group):
@@ -422,7 +422,7 @@ class HostTierEngine:
                     value = rank.noise()[0] if work.fails else contents[token]
                     rank.compute(table[token // size], token % size, value)
             is_right = True
-            for token in range(max(0, work.first - window + 1) if window else 0, work.first):
+            for token in range(self.setup.first_seen(group, work.first), work.first):
                 held = rank.device[table[token // size]][token % size]
                 assert table[token // size], f"attention reads token {token} of cache group {group}, which has no block"
                 is_right = held == contents[token] and is_right

@@ -18,6 +18,7 @@ from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, make_block_hash_with_group_id
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -48,7 +49,10 @@ init_none_hash(sha256_cbor)
 
 @dataclass(frozen=True)
 class Setup:
-    """A model's cache groups as (block tokens, window or 0 or ``STATES``), and how its engine is run."""
+    """A model's cache groups as (block tokens, window), and how its engine is run.
+
+    In the place of a window: 0, ``STATES``, or tokens of a chunk as a negative number (chunked local attention).
+    """
 
     groups: tuple[tuple[int, int], ...] = ((4, 0),)
     device_blocks: int = 12
@@ -73,6 +77,13 @@ class Setup:
     def holds_states(self, group: int) -> bool:
         """Whether a block of a cache group holds a state."""
         return self.groups[group][1] == STATES
+
+    def first_seen(self, group: int, token: int) -> int:
+        """The first token that the attention of a cache group sees from ``token``."""
+        window = self.groups[group][1]
+        if window < 0:
+            return token // -window * -window
+        return max(0, token - window + 1) if window else 0
 
     def held_in(self, group: int, number: int, contents: Contents) -> Contents:
         """What block ``number`` of a cache group holds of ``contents``, which has something for each token."""
@@ -132,6 +143,8 @@ def _spec(tokens: int, window: int) -> Any:
     if window == STATES:
         shapes: dict[str, Any] = {"shapes": ((3, 8), (2, 4, 2)), "dtypes": (torch.float32,) * 2}
         return MambaSpec(block_size=tokens, mamba_cache_mode="align", page_size_padded=full.page_size_bytes, **shapes)
+    if window < 0:
+        return ChunkedLocalAttentionSpec(attention_chunk_size=-window, **common)
     return SlidingWindowSpec(sliding_window=window, **common) if window else full
 
 

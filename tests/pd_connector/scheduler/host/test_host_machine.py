@@ -45,6 +45,7 @@ MODELS = {
     "full attention and a window": ((4, 0), (4, 6)),
     "full attention and two windows": ((4, 0), (4, 5), (4, 9)),
     "blocks of two sizes": ((8, 0), (4, 7)),
+    "full attention and chunks": ((4, 0), (4, -12)),
 }
 if INSTALLED >= (0, 30):  # before, states are not served
     MODELS |= {

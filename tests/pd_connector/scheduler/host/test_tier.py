@@ -44,6 +44,16 @@ def test_only_what_the_device_does_not_hold_is_offered() -> None:
     assert tokens_loading(engine, "second") == 16
 
 
+@pytest.mark.parametrize(("on_device", "found"), [(0, 12), (4, 4), (8, 4), (12, 0)])
+def test_a_hit_leaves_no_chunk_whose_begin_is_not_in_it(on_device: int, found: int) -> None:
+    """vLLM counts chunks from the first token that is looked up, and takes what lies before the last for seen."""
+    engine = with_memory_of(18, groups=((4, 0), (4, -8)), device_blocks=33, slots=33)
+    hit = engine.pool.find(engine.arrive("second", said(14)).request, on_device)
+    assert (0 if hit is None else hit.tokens) == found
+    begin = (on_device + found) // 8 * 8
+    assert hit is None or not any(block.is_null for block in hit.groups[1][max(begin - on_device, 0) // 4 :])
+
+
 def test_another_prompt_is_not_found() -> None:
     engine = with_memory_of(18)
     assert engine.tier.missing_tokens(engine.arrive("second", said(18, seed=1)).request, 0) == 0
