@@ -121,6 +121,7 @@ class ConnectorScheduler:
         self._early: dict[str, Request] = {}  # requests that came before all workers were known
         self._destinations: list[Destinations] = []  # for the next step, if vLLM is told of failures by block ids
         self._model_changes = 0  # since the last step
+        self._device_is_outdated = False  # vLLM may still find what another model has computed
         self._prefixes_at = ""  # where peers find prefixes here
         self._failed: set[str] = set()  # requests that have failed on a rank, and wait for others
         self._params = RequestParams(self._role, stats)
@@ -174,7 +175,7 @@ class ConnectorScheduler:
         forgets = any(kept.window or kept.chunk or kept.states for kept in self._retentions)
         leasing = next((role for role in self._roles if isinstance(role, Producer) and forgets), None)
         to_pull = None if leasing is None else leasing.tokens_to_pull
-        self._blocks.bind(kv_cache_manager, self._release_device_blocks, to_pull)
+        self._blocks.bind(kv_cache_manager, self._release_device_blocks, to_pull, self._device_was_reset)
         check_cache_manager(self._vllm_config, self._blocks, self._retentions)
         if self._config.serve_prefixes and not self._unshared:
             say_if_prompts_only(self._blocks.retention_interval, self._retentions)
@@ -308,12 +309,10 @@ class ConnectorScheduler:
         ``by``: what may have changed it, for the log.
         """
         logger.info(
-            "PDConnector: %s may have changed the model: all leases end, host memory is dropped, and other engines are "
-            "compared anew", by,
-        )  # fmt: skip
-        self.reset()
-        for role in self._roles:
-            role.model_changed()
+            "PDConnector: %s may have changed the model: leases end, host memory goes, engines are compared", by
+        )
+        self._forget_model()
+        self._device_is_outdated = True
         self._model_changes += 1
 
     def shutdown(self) -> None:
@@ -339,6 +338,17 @@ class ConnectorScheduler:
         logger.info("PDConnector: vLLM resets its prefix cache: all leases end, and blocks being stored are not kept")
         for role in self._roles:
             role.release_device_blocks()
+
+    def _device_was_reset(self) -> None:
+        """Drop what host memory and leases had from the device since the model changed: vLLM found old blocks there."""
+        if self._device_is_outdated:
+            self._device_is_outdated = False
+            self._forget_model()
+
+    def _forget_model(self) -> None:
+        self.reset()
+        for role in self._roles:
+            role.model_changed()
 
     def _take_handshakes(self, handshakes: Mapping[WorkerRanks, WorkerHandshake]) -> None:
         in_order = self._workers.add(handshakes)

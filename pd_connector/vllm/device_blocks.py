@@ -38,11 +38,12 @@ class DeviceBlocks:
         kv_cache_manager: "KVCacheManager",
         before_reset: Callable[[], None] = lambda: None,
         tokens_to_pull: Callable[[str], int | None] | None = None,
+        after_reset: Callable[[], None] = lambda: None,
     ) -> None:
         """Set vLLM's manager of the blocks.
 
-        ``before_reset`` is called whenever vLLM is to reset its prefix cache, before it checks that no block is in use.
-        vLLM itself tells its connector afterwards, and only if that was so.
+        ``before_reset`` is called whenever vLLM is to reset its prefix cache, before it checks that no block is in use,
+        ``after_reset`` if that was so. vLLM itself tells its connector if its user asks for that, also in vain.
 
         ``tokens_to_pull`` returns how many tokens of a request that has just ended are to be pulled, None if none. It
         is asked for every request in every step; None if vLLM keeps all blocks, or nothing is leased. Before vLLM tells
@@ -57,7 +58,10 @@ class DeviceBlocks:
 
         def prepared_reset() -> bool:
             before_reset()
-            return bool(reset())
+            is_reset = bool(reset())
+            if is_reset:
+                after_reset()
+            return is_reset
 
         kv_cache_manager.reset_prefix_cache = prepared_reset
 

@@ -103,7 +103,6 @@ class Producer(SchedulerRole):
         self._workers = 0
         self._legs: dict[str, VllmRequest] = {}  # requests that other engines are to decode
         self._outdated: set[str] = set()  # those of them that another model has begun to compute
-        self._cache_is_outdated = False  # vLLM may still find what another model has computed
         service.notify = self._server.changed
         if prefixes is not None:
             service.prefixes = PrefixService(
@@ -243,20 +242,13 @@ class Producer(SchedulerRole):
         self.free_blocks()
 
     def reset(self) -> bool:
-        """End every lease. If the model has changed, become another engine: what it computes from now on is of one."""
+        """End every lease."""
         self.release_device_blocks()
-        if self._cache_is_outdated:
-            self._begin_anew()
-        self._cache_is_outdated = False
         return True
 
     def model_changed(self) -> None:
         """Become another engine, so that decode engines prove it again. What is half computed is not leased."""
         self._outdated |= {each.request_id for each in self._legs.values() if each.num_computed_tokens}
-        self._cache_is_outdated = True
-        self._begin_anew()
-
-    def _begin_anew(self) -> None:
         known_as = self._service.engine_id
         self._service.model_changed()
         logger.info("PDConnector: prefill engine %s is now %s", known_as, self._service.engine_id)

@@ -134,18 +134,6 @@ def test_what_two_models_have_computed_is_not_leased(start: Start) -> None:
     assert engine.prefill("half", [3, 1, 6]) is not None
 
 
-def test_once_vllm_finds_nothing_of_another_model_decode_engines_prove_this_one_again(start: Start) -> None:
-    """Until then, prompts may have begun with what the old one has computed."""
-    engine = start()
-    ids = [engine.role._service.engine_id]
-    for change in (engine.role.reset, engine.role.model_changed, engine.role.reset, engine.role.reset):
-        change()
-        ids.append(engine.role._service.engine_id)
-    assert ids[0] == ids[1]
-    assert len({*ids[1:4]}) == 3
-    assert ids[3] == ids[4]
-
-
 def test_the_engine_is_woken_when_a_lease_expires_though_no_message_comes(start: Start) -> None:
     """The scheduler of an idle engine sleeps: somebody has to wake it when blocks can be freed."""
     engine = start(ttl_s=1.0)

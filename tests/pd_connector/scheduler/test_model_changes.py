@@ -1,0 +1,59 @@
+"""After the model has changed: what the old one has computed is gone for good once vLLM's own cache is reset.
+
+Covers: pd_connector.scheduler.scheduler, pd_connector.vllm.device_blocks.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.simulation.vllm_schedulers import ClientRequest, EngineSim, World
+
+PROMPT = list(range(64))
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World()
+    yield world
+    world.close()
+
+
+def computed(world: World, engine: EngineSim, name: str) -> int:
+    """How many tokens of the prompt, and one more, the engine computes."""
+    engine.ask(ClientRequest(name, [*PROMPT, 1], 1))
+    world.run(5.0)
+    return engine.computed_of[f"{name}-d"]
+
+
+def test_host_memory_brings_nothing_of_the_old_model_after_a_reset(world: World) -> None:
+    """Until then vLLM finds it on the device, and what is found there is stored, too."""
+    engine = EngineSim(world, "kv_both", 8, slots=40)
+    assert computed(world, engine, "before") == 65
+    engine.side.model_changed("a test")
+    assert [computed(world, engine, name) for name in ("between", "again")] == [1, 1]
+    assert engine.scheduler.reset_prefix_cache()
+    assert computed(world, engine, "after") == 65
+
+
+def test_a_prefill_engine_is_proven_again_once_vllm_finds_nothing_of_the_old_model(world: World) -> None:
+    """A decode engine that has met such a prompt refuses this engine, under the name that it had."""
+    engine, ids = EngineSim(world, "kv_producer", 40), []
+
+    def reset(expected: bool) -> None:
+        assert engine.scheduler.reset_prefix_cache(reset_connector=True) == expected
+        ids.append(engine.service.engine_id)
+
+    reset(True)
+    engine.side.model_changed("a test")
+    ids.append(engine.service.engine_id)
+    engine.ask(ClientRequest("busy", PROMPT, 5))
+    engine.step()
+    reset(False)
+    world.run(5.0)
+    reset(True)
+    reset(True)
+    before, changed, in_vain, after, again = ids
+    assert changed == in_vain
+    assert after == again
+    assert len({before, changed, after}) == 3
