@@ -26,6 +26,7 @@ from pd_connector.worker.peer import PullContext, keep_tails
 from pd_connector.worker.pull_end import PullEnd
 from pd_connector.worker.pulls import Pulls
 from pd_connector.worker.remote_reader import RemoteReader
+from pd_connector.worker.same_host import first_way
 from pd_connector.worker.worker_role import WorkerRole
 from transfer.copies.checksums.block_checksums import BlockReader, in_place
 from transfer.copies.checksums.device_reader import DeviceReader
@@ -331,8 +332,8 @@ def canary_pulls(
     # Whatever is scattered is read descriptor by descriptor: it is little, and read once in an engine's life.
     reads = RemoteReader(cost, scratch.geometry.regions)
     scratch_context = replace(
-        context, local=scratch.geometry, reads=reads, verifier=None, raise_fence=no_fence, clear_tails=keep_tails,
-        trace=None,
+        context, engine=first_way(context.engine), local=scratch.geometry, reads=reads, verifier=None,
+        raise_fence=no_fence, clear_tails=keep_tails, trace=None,
     )  # fmt: skip
     # A canary may have nearly all scratch memory. That it lacks some for as long as a read may last harms nobody.
     pulls = Pulls(scratch_context, _IDLE_S, max_quarantined=1.0)

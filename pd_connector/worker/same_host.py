@@ -62,6 +62,11 @@ class TwoWayEngine(TransferEngine):
         finally:
             self.first.close()
 
+    def check_settled(self) -> None:
+        """See the contract."""
+        self.first.check_settled()
+        self.second.check_settled()
+
 
 def first_way(engine: TransferEngine) -> TransferEngine:
     """Return what reads the first way only."""

@@ -161,6 +161,7 @@ class ConnectorWorker:
         for role in transfers:
             role.close()
         self._engine.close()
+        self._engine.check_settled()
         for role in transfers:
             role.join()
             role.check_ended()
@@ -258,12 +259,16 @@ class ConnectorWorker:
 
     def shutdown(self) -> None:
         """Stop all transfers, unregister the memory, join all threads."""
-        for role in self._roles:
+        transfers = [role for role in self._roles if role is not self._host]
+        for role in transfers:
             role.close()
         if self._engine is not None:
             self._engine.close()  # ends the reads that the roles' threads wait for
-        for role in self._roles:
+        for role in transfers:
             role.join()
+        if self._host is not None:
+            self._host.close()  # last: what peers, pulls and the pool read and write until here
+            self._host.join()
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books balance, including those of the roles."""

@@ -17,7 +17,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 
@@ -197,12 +198,19 @@ class CudaIpcEngine(TransferEngine):
         """Close a link on another thread, as soon as possible."""
         with self._lock:
             if not self._closed:
-                self._abandoned.submit(link.close)
+                self._abandoned.submit(link.close).add_done_callback(partial(_log_failure, link.name))
 
     def forget(self, link: "CudaIpcLink") -> None:
         """Remove a link that has closed and settled."""
         with self._lock:
             self._links.discard(link)
+
+    def check_settled(self) -> None:
+        """See the contract."""
+        with self._lock:
+            busy = sorted(link.name for link in self._links)  # a link leaves when it has closed and settled
+        if busy:
+            raise RuntimeError(f"copies from {', '.join(busy)} have not ended, and may still write to the caches")
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every mapping has links, as many as are counted."""
@@ -228,6 +236,11 @@ class CudaIpcEngine(TransferEngine):
             self._identities.write(self._own.region.address, bytes(NONCE_BYTES))
         except RuntimeError as error:  # of the device
             logger.warning("this engine's number stays in its memory: %s", error)
+
+
+def _log_failure(name: str, closed: "Future[None]") -> None:
+    if (error := closed.exception()) is not None:
+        logger.error("the memory of %s may stay taken: its link could not be closed", name, exc_info=error)
 
 
 class CudaIpcLink(Link):

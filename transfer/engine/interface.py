@@ -125,5 +125,8 @@ class TransferEngine(ABC):
     def close(self) -> None:
         """Close every link, unregister the memory, stop the engine's threads. Idempotent.
 
-        Once this returns, all links have settled.
+        Once this returns, all links have settled, or ``check_settled`` says which have not.
         """
+
+    def check_settled(self) -> None:
+        """Raise RuntimeError if, after ``close``, something may still write to what was registered."""

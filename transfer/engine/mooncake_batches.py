@@ -165,6 +165,7 @@ def find_tasks(native: NativeEngine, batch: int, descriptors: int) -> Tasks | No
             return None
         copy = np.frombuffer(native.memory_at(first, size), np.uint64).reshape(-1, _TASK_WORDS)
         ended = copy[:, _SUCCEEDED] + copy[:, _FAILED]
-        if len(copy) == descriptors and (copy[:, _BATCH] == batch).all() and (ended <= copy[:, _SLICES]).all():
+        counted = (copy[:, _SLICES] > 0).all() and (ended <= copy[:, _SLICES]).all()
+        if len(copy) == descriptors and (copy[:, _BATCH] == batch).all() and counted:
             return np.ndarray((descriptors, _TASK_WORDS), np.uint64, memoryview((c_char * size).from_address(first)))
     return None

@@ -28,7 +28,7 @@ from transfer.peers import Address
 from transfer.store.interface import ObjectStore, Piece, StoreFailed
 
 _INVALID, _NO_ROOM, _NOT_FOUND, _BEING_PUT = -600, -200, -704, -703
-#: The client answers, and its master does not.
+#: The client answers, and its master does not; or, for -900, the client itself has not answered in time.
 _OF_THE_MASTER = frozenset({-1, -900, -901})
 _OF_AN_OBJECT = frozenset({_NO_ROOM, _NOT_FOUND, _BEING_PUT, -701, -705, -706, -707})
 _RPC_TIMEOUT_MS = "1000"
@@ -89,7 +89,7 @@ class MooncakeStore(ObjectStore):
             if codes[number] == _INVALID and self._native.get_size(piece.key) > piece.size:
                 self._native.remove(piece.key, True)  # a stranger's: ours have one size under a key
                 codes[number] = _NOT_FOUND
-        self._checked("get", codes)
+        self._checked("get", codes, may_come_late=True)
         return [code == piece.size for code, piece in zip(codes, pieces, strict=True)]
 
     def remove(self, keys: Sequence[str]) -> None:  # noqa: D102
@@ -118,13 +118,16 @@ class MooncakeStore(ObjectStore):
             [piece.size for piece in pieces],
         )
 
-    def _checked(self, what: str, codes: Sequence[int]) -> Sequence[int]:
-        """Return the codes, unless one says that the store does not work."""
+    def _checked(self, what: str, codes: Sequence[int], *, may_come_late: bool = False) -> Sequence[int]:
+        """Return the codes, unless one says that the store does not work.
+
+        ``may_come_late``: what has failed may still write to the buffer, which goes with its connection.
+        """
         broken = next((code for code in codes if code < 0 and code not in _OF_AN_OBJECT), 0)
         if broken:
             raise StoreFailed(
                 f"mooncake_client at {self._client}: a {what} ended with {broken}",
-                keeps_connection=broken in _OF_THE_MASTER,
+                keeps_connection=broken in _OF_THE_MASTER and not may_come_late,
             )
         return codes
 

@@ -19,7 +19,10 @@ from pd_connector.worker.pull_end import PullEnd
 from pd_connector.worker.pulls import Pulls
 from pd_connector.worker.quarantine import HeldRead, UnsettledPull, UnsettledReadError
 from pd_connector.worker.remote_reader import RemoteReader
+from pd_connector.worker.same_host import TwoWayEngine
 from tests.support.connector.engines import MODEL, OURS, THEIRS, DecodeWorker, PrefillEngine, Site, an_order, tables
+from tests.support.devices.shared_devices import SharedDevices
+from tests.support.engine.ipc_engines import FakeIpcEngine
 from tests.support.layout.oracle import Engine, build
 from tests.support.waiting import ManualClock, until
 
@@ -305,6 +308,15 @@ def test_a_canary_that_does_not_settle_may_hold_all_scratch_memory_for_as_long_a
     clock.advance(1.0)
     with pytest.raises(UnsettledReadError, match="have not settled for 121 s"):
         role._pulls.take_ends()
+    role.close()
+    role.join()
+
+
+def test_canaries_read_the_first_way_which_needs_no_pinned_memory(site: Site) -> None:
+    worker = site.decode()[0]
+    engine = TwoWayEngine(worker.engine, site.add(FakeIpcEngine(SharedDevices(), is_read=False)))
+    role = role_of(worker, engine=engine)
+    assert role._pulls._context.engine is worker.engine
     role.close()
     role.join()
 

@@ -410,6 +410,20 @@ def test_all_roles_begin_nothing_any_more_before_the_engine_ends_their_reads_and
         role.join()
 
 
+def test_host_memory_goes_when_nothing_uses_it_any_more(worker_of: Open) -> None:
+    worker = worker_of("kv_consumer", registered=True, cpu_bytes_to_use=64 << 20, host_transfers="always")
+    host: Any = worker.side._host
+    close, host.join = host.join, lambda: (worker.calls.append(("host", "join")), close())
+    own = worker.side._roles[1:]
+    worker.with_roles("pulls")
+    worker.side._roles.insert(0, host)
+    worker.side.shutdown()
+    assert worker.calls == [("pulls", "close"), ("engine", "close"), ("pulls", "join"), ("host", "join")]
+    for role in own:
+        role.close()
+        role.join()
+
+
 def test_a_worker_that_never_got_caches_ends(worker_of: Open) -> None:
     worker = worker_of("kv_both")
     worker.side.shutdown()

@@ -269,6 +269,29 @@ def test_abandoning_a_link_of_a_closed_engine_is_harmless(world: World) -> None:
     assert link.settled
 
 
+def test_what_fails_when_an_abandoned_link_is_closed_is_logged(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    link = world.open()
+    with monkeypatch.context() as patched:
+        patched.setattr(type(link), "close", lambda _: 1 / 0)
+        link.abandon()
+        until(lambda: "its link could not be closed" in caplog.text, "the log says so")
+
+
+def test_an_engine_says_after_its_end_what_may_still_write(world: World) -> None:
+    link = world.open()
+    world.reader.driver.running.clear()
+    with pytest.raises(ReadFailed, match="did not finish within"):
+        world.read(link, 0.01)
+    world.reader.close()
+    with pytest.raises(RuntimeError, match=f"copies from {link.name} have not ended"):
+        world.reader.check_settled()
+    world.reader.driver.running.set()
+    until(lambda: link.settled, "the link has settled")
+    world.reader.check_settled()
+
+
 def test_another_life_of_a_peer_ends_the_links_to_the_one_before(world: World) -> None:
     """It has slept, say, and its process goes on."""
     link = world.open()

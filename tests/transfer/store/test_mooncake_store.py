@@ -5,9 +5,12 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from layout.geometry import Region
 from tests.support.process import free_port
 from tests.support.store.mooncake_processes import MooncakeProcesses
 from tests.support.waiting import until
@@ -151,6 +154,16 @@ class TestTrouble:
         again = until_it_works(processes)
         assert again.get([piece]) == [False]
         again.close()
+
+    @pytest.mark.parametrize("call", ["get", "put"])
+    def test_what_may_still_be_written_to_goes_with_its_connection(self, call: str) -> None:
+        """-900 says that the master does not answer, or that the client has not in time."""
+        store: Any = object.__new__(MooncakeStore)
+        native = SimpleNamespace(batch_get_into=lambda *_: [-900], batch_put_from=lambda *_: [-900])
+        store._native, store._buffer, store._client = native, Region(0, 64), Address("127.0.0.1", 1)
+        with pytest.raises(StoreFailed) as failure:
+            getattr(store, call)([Piece("k", 0, 64)])
+        assert failure.value.keeps_connection == (call == "put")
 
     def test_a_client_that_was_stopped_holds_up_nobody_and_goes_on(self, processes: MooncakeProcesses) -> None:
         until_it_works(processes).close()
