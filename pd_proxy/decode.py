@@ -74,7 +74,7 @@ async def run_decode(
             # vLLM sends status 200, and the beginning of some streams, before it has computed anything. Held back until
             # there is more, so that a D that dies before is an error for the client and not an empty success.
             try:
-                begun, first = await _begun(pieces, upstream.api.preludes)
+                prelude, first = await begun(pieces, upstream.api.preludes)
             except LegFailed as failure:
                 if upstream.api.preludes:  # vLLM has no event there that tells of a failure, and breaks off
                     await may_answer(failure.status)
@@ -88,7 +88,7 @@ async def run_decode(
             await anyio.lowlevel.checkpoint_if_cancelled()
             if status != answer.status:
                 record.problem = f"decode server {answer.url} began its stream with an error of status {status}"
-            whole = _with(begun + first, pieces)
+            whole = _with(prelude + first, pieces)
             if written is not None:
                 whole = written.followed(answer.url, whole, lambda: upstream.decode.can_spare(answer.server, failed))
             await _pass_on(client, answer, whole, upstream.api, first_token, details)
@@ -132,19 +132,19 @@ async def relay(client: Client, answer: Answer, pieces: AsyncIterator[bytes]) ->
         await client.send_piece(piece)
 
 
-async def _begun(pieces: AsyncIterator[bytes], preludes: tuple[bytes, ...]) -> tuple[bytes, bytes]:
+async def begun(pieces: AsyncIterator[bytes], preludes: tuple[bytes, ...]) -> tuple[bytes, bytes]:
     """Return the beginning of an answer in two parts: events that are ``preludes``, and what is there behind them."""
     lines = [b"event: " + name + b"\n" for name in preludes]
-    begun, rest = b"", await anext(pieces, b"")
-    while any(rest.startswith(line[: len(rest)]) for line in lines):
-        event, end, behind = rest.partition(b"\n\n")
-        if end:
-            begun, rest = begun + event + end, behind
+    data, start, searched = bytearray(await anext(pieces, b"")), 0, 0
+    while any(line.startswith(data[start : start + len(line)]) for line in lines):
+        if (end := data.find(b"\n\n", searched)) >= 0:
+            start = searched = end + 2
         elif more := await anext(pieces, b""):
-            rest += more
+            searched = max(start, len(data) - 1)  # a request of megabytes is echoed there
+            data += more
         else:
             break
-    return begun, rest
+    return bytes(data[:start]), bytes(data[start:])
 
 
 def _status(answer: Answer, first: bytes) -> int:

@@ -18,7 +18,6 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from http import HTTPStatus
 
 import anyio
@@ -284,6 +283,5 @@ def _details_of(prefill: _Prefill) -> Details:
 
 
 async def _last_news(prefill: _Prefill) -> None:
-    with suppress(TimeoutError):
-        async with asyncio.timeout(_LAST_NEWS_S):
-            await prefill.done.wait()
+    with anyio.move_on_after(_LAST_NEWS_S):
+        await prefill.done.wait()

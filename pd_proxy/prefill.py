@@ -71,14 +71,9 @@ def checked_answer(api: Api, url: str, text: bytes) -> Body:
     if not isinstance(transfer, dict) or not transfer:
         reason = api.finish(answer) if isinstance(answer, dict) else None
         if reason == "abort":
-            raise LegFailed(
-                HTTPStatus.SERVICE_UNAVAILABLE,
-                "prefill",
-                url,
-                "gave the request up (finish reason 'abort')",
-                "is it told to stop? Start another, or ask again when it is back",
-                Retry.ONCE,
-            )
+            what = "gave the request up (finish reason 'abort')"
+            way_out = "is it told to stop? Start another, or ask again when it is back"
+            raise LegFailed(HTTPStatus.SERVICE_UNAVAILABLE, "prefill", url, what, way_out, Retry.ONCE)
         raise NothingHandedOver(url, reason)
     return dict(answer)
 

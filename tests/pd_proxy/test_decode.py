@@ -1,7 +1,8 @@
-"""The decode leg by itself: an answer that is withdrawn in the last moment does not reach the client."""
+"""The decode leg by itself: what is withdrawn in the last moment, and the beginning of a stream, however long."""
 
 import asyncio
-from collections.abc import MutableMapping
+import time
+from collections.abc import AsyncIterator, MutableMapping
 from typing import Any
 
 import anyio
@@ -10,7 +11,7 @@ import pytest
 from pd_proxy.apis import COMPLETIONS
 from pd_proxy.connection_pool import Connections
 from pd_proxy.control import CircuitBreaker, ControlAddresses
-from pd_proxy.decode import run_decode
+from pd_proxy.decode import begun, run_decode
 from pd_proxy.detour import Detour
 from pd_proxy.http_client import Client
 from pd_proxy.journal import Record
@@ -18,6 +19,7 @@ from pd_proxy.servers import Leg, Servers
 from pd_proxy.settings import FirstTokenFrom, Legs, Settings, WithoutPrefill
 from pd_proxy.upstream import Upstream
 from tests.support.examples.fake_servers import FakeServer
+from tests.support.waiting import WAIT_S
 
 
 @pytest.mark.parametrize("withdrawn", [True, False])
@@ -58,3 +60,28 @@ def test_who_cancels_it_while_the_client_has_nothing_can_be_sure_that_it_gets_no
 
     asyncio.run(scenario())
     assert bool(sent) is not withdrawn
+
+
+CREATED = b"event: response.created\ndata: "
+PRELUDES = (b"response.created", b"response.in_progress")
+
+
+@pytest.mark.parametrize(
+    ("prelude", "piece_bytes"),
+    [(CREATED + b"x" * 2**24 + b"\n\n", 128), ((CREATED + b"\n\n") * 2**18, 2**24)],
+    ids=["one long event in small pieces", "many events in one piece"],
+)
+def test_the_beginning_of_a_stream_is_searched_once(prelude: bytes, piece_bytes: int) -> None:
+    """Searched anew for each piece or event, it would hold all other answers for many minutes."""
+    whole = prelude + b"event: response.output_text.delta\n"
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for start in range(0, len(whole), piece_bytes):
+            yield whole[start : start + piece_bytes]
+
+    started = time.monotonic()
+    first, rest = asyncio.run(begun(pieces(), PRELUDES))
+    assert time.monotonic() - started < WAIT_S
+    assert first == prelude
+    assert whole.startswith(first + rest)
+    assert rest.startswith(b"event")
