@@ -88,7 +88,7 @@ class CudaIpcEngine(TransferEngine):
         self._links: set[CudaIpcLink] = set()
         self._closed = False
         self._mapping = threading.Lock()
-        self._mapped: dict[bytes, int] = {}  # address here, by handle
+        self._mapped: dict[bytes, Region] = {}  # where it is here, by handle
         self._users: Counter[bytes] = Counter()  # links, by handle
         self._abandoned = ThreadPoolExecutor(1, "pd-unmap")
         DeviceBackend(runtime, open_stream(), Direction.PEER_TO_DEVICE).enter_thread()  # compiles, so that no read does
@@ -166,19 +166,33 @@ class CudaIpcEngine(TransferEngine):
         """Return where each allocation begins here. Shape [n]. Each is mapped once, whatever number of links has it.
 
         Raises:
-            IpcRefused: the driver does not map one; then none is held.
+            IpcRefused: the driver does not map one, or not as much as is announced; then none is held.
         """
         held: list[Allocation] = []
         try:
             with self._mapping:
                 for each in allocations:
                     if each.handle not in self._mapped:
-                        self._mapped[each.handle] = self.runtime.map_handle(each.handle)
+                        self._mapped[each.handle] = self._map(each.handle)
                     self._users[each.handle] += 1
                     held.append(each)
-                return np.array([self._mapped[each.handle] for each in allocations], np.int64)
+                    if each.size > (size := self._mapped[each.handle].size):  # else what lies behind could be read
+                        raise IpcRefused(
+                            f"it announces an allocation of {each.size} bytes, and the driver has mapped {size}; its "
+                            "connector is of another version, or broken: restart it"
+                        )
+                return np.array([self._mapped[each.handle].address for each in allocations], np.int64)
         except BaseException:
             self.unmap(held)
+            raise
+
+    def _map(self, handle: bytes) -> Region:
+        """Map an allocation; return what the driver says of it from its beginning here to its end."""
+        address = self.runtime.map_handle(handle)
+        try:
+            return Region(address, self.runtime.allocation(address).end - address)
+        except IpcRefused:
+            self.runtime.unmap(address)
             raise
 
     def unmap(self, allocations: Sequence[Allocation]) -> None:
@@ -190,7 +204,7 @@ class CudaIpcEngine(TransferEngine):
                     continue
                 del self._users[each.handle]
                 try:
-                    self.runtime.unmap(self._mapped.pop(each.handle))
+                    self.runtime.unmap(self._mapped.pop(each.handle).address)
                 except IpcRefused as error:
                     logger.warning("a peer's memory may stay taken until this process ends: %s", error)
 

@@ -196,6 +196,20 @@ def test_overlapping_allocations_of_a_peer_are_refused(world: World) -> None:
         world.reader.open(_address(allocations=twice), [])
 
 
+@pytest.mark.parametrize("more", [1, 2**40])
+def test_an_allocation_that_is_announced_larger_than_the_driver_maps_it_is_refused(world: World, more: int) -> None:
+    """Else a read could go to whatever this process has mapped behind it."""
+    told = ExportedMemory.decode(world.peer.address)
+    (one,) = (each for each in told.allocations if each.address == world.source.region.address)
+    grown = msgspec.structs.replace(told, allocations=(msgspec.structs.replace(one, size=one.size + more),))
+    with pytest.raises(ReadFailed, match=rf"an allocation of \d+ bytes, and the driver has mapped {COUNT * SIZE}"):
+        world.reader.open(grown.encode(), [world.source.region], world.peer.identity)
+    world.reader.check_integrity()
+    assert not world.mapped
+    world.read(world.open())
+    assert world.has_all
+
+
 def test_no_error_tells_the_handles(world: World) -> None:
     secret = world.peer.address.partition("/")[2]
     world.reader.driver.open_error = 201
