@@ -86,7 +86,7 @@ class RemoteTransfer(msgspec.Struct, frozen=True):
     @property
     def label(self) -> str:
         """The transfer and where it is, for people."""
-        return f"transfer {self.transfer_id} at {self.remote_host}:{self.remote_port}"
+        return f"transfer {self.transfer_id} at {Address(self.remote_host, self.remote_port)}"
 
 
 def is_malformed(params: object) -> bool:

@@ -29,6 +29,9 @@ class Address:
     host: str
     port: int
 
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
 
 @dataclass(slots=True)
 class _Told:
@@ -81,7 +84,7 @@ class ControlAddresses:
             logger.info("prefill server %s answers from several control addresses: its legs go in turn", url)
         elif told.now is not None and not told.several:
             told.before.add(told.now)
-            logger.info("prefill server %s has a new control address, %s:%d", url, address.host, address.port)
+            logger.info("prefill server %s has a new control address, %s", url, address)
         told.now = address
 
     def forget(self, url: str) -> None:

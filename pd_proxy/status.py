@@ -103,7 +103,7 @@ class StatusPage:
                     "url": one.url,
                     "in_flight": one.in_flight,
                     "state": _state_of(one),
-                    "control": "" if address is None else f"{address.host}:{address.port}",
+                    "control": str(address or ""),
                 }
             )
         return shown

@@ -148,6 +148,15 @@ def test_no_file_is_longer_than_a_room() -> None:
             )
 
 
+@pytest.mark.parametrize("package", ["transfer", "pd_connector", "pd_proxy"])
+def test_host_and_port_are_joined_where_ipv6_is_known(package: str) -> None:
+    """Without brackets, an IPv6 address and a port are no address: ``Address`` writes them."""
+    joined = re.compile(r"host\}:\{|%s:%d")
+    writers = {"transfer.peers", "pd_proxy.control", "pd_connector.doctor.http"}
+    found = {module for module in modules(package) if joined.search(source_file(module).read_text())}
+    assert found <= writers, f"use Address: {found - writers}"
+
+
 def test_what_a_machine_without_vllm_uses_imports_nothing_of_it() -> None:
     """Among it the doctor, which is to say what is missing."""
     plain = [name for package in PACKAGES for name in modules(package) if name.startswith(WITHOUT_VLLM)]

@@ -27,7 +27,7 @@ from transfer.control.client import ControlClient
 from transfer.control.messages import Hello, Place, Welcome
 from transfer.engine.interface import Link, ReadFailed, TransferEngine
 from transfer.errors import PeerNotAllowed, TransferError
-from transfer.peers import AllowedPeers
+from transfer.peers import Address, AllowedPeers
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class PeerAddress:
     port: int
 
     def __str__(self) -> str:
-        return f"engine {self.engine_id} at {self.host}:{self.port}"
+        return f"engine {self.engine_id} at {Address(self.host, self.port)}"
 
 
 class Peer:

@@ -37,6 +37,7 @@ from transfer.copies.batch.base import Pauses
 from transfer.engine.cuda_ipc import CudaIpcLink
 from transfer.engine.interface import ReadFailed
 from transfer.errors import TransferError
+from transfer.peers import Address
 
 logger = logging.getLogger(__name__)
 
@@ -452,8 +453,8 @@ class Pull:
 
     def _report_failed(self, cause: Cause, reason: str) -> None:
         remote = self.order.remote
-        source = f"engine {remote.remote_engine_id} at {remote.remote_host}:{remote.remote_port}"
-        reason = f"pull from {source} failed: {reason}"
+        where = Address(remote.remote_host, remote.remote_port)
+        reason = f"pull from engine {remote.remote_engine_id} at {where} failed: {reason}"
         end = PullEnd(self.order.request_id, cause, reason, restarts=self.prompt.restarts, seconds=self._watch.total())
         unsettled = [read for read in self._held if not read.release()]
         self._end(UnsettledPull(self.order, end, unsettled) if unsettled else end)
@@ -477,7 +478,7 @@ class Pull:
             "descriptors": end.descriptors,
             "restarts": end.restarts,
         }
-        source = f"{remote.remote_host}:{remote.remote_port}"
+        source = str(Address(remote.remote_host, remote.remote_port))
         trace = PullTrace(
             end.request_id, self.order.traceparent, source, remote.lease_id, self._watch.started, tuple(laps),
             end.cause, end.reason, figures,

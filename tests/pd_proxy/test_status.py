@@ -92,7 +92,7 @@ def test_a_request_is_shown_with_its_servers_and_times(proxy: Proxy, p: FakeServ
         "url": p.url,
         "in_flight": 0,
         "state": "serves",
-        "control": "::1:4711",
+        "control": "[::1]:4711",
     }
     assert servers["decode", d.url]["control"] == ""
 

@@ -369,7 +369,7 @@ def _resolved_address(host: str, port: int) -> Address:
         raise ControlStartError(f"cannot bind the control channel: {error}") from error
     except OSError as error:
         raise ControlStartError(
-            f"cannot bind the control channel to {host}:{port}: the host name has no address ({error}): use an IP "
+            f"cannot bind the control channel to {address}: the host name has no address ({error}): use an IP "
             "address of this machine"
         ) from error
 

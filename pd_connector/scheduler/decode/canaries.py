@@ -35,6 +35,7 @@ from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.cache_specs import Retention
 from pd_connector.vllm.device_blocks import DeviceBlocks
 from pd_connector.vllm.requests import adapter
+from transfer.peers import Address
 
 if TYPE_CHECKING:
     from pd_connector.orders import WorkerHandshake
@@ -65,7 +66,7 @@ class _Key:
     adapter: str  # empty for the model itself
 
     def __str__(self) -> str:
-        engine = f"prefill engine {self.engine_id} at {self.host}:{self.port}"
+        engine = f"prefill engine {self.engine_id} at {Address(self.host, self.port)}"
         return f"{engine} with adapter {self.adapter}" if self.adapter else engine
 
 

@@ -22,6 +22,7 @@ from pd_connector.params import RemotePrefill
 from transfer.control.client import ControlClient
 from transfer.control.failures import PeerRefused
 from transfer.control.messages import MAX_REQUEST_BYTES, Cancel, ErrorCode, Renew, Renewed
+from transfer.peers import Address
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ class _Kept:
     @property
     def name(self) -> str:
         engine_id, host, port, _ = self.engine
-        return f"lease {self.remote.lease_id} of engine {engine_id} at {host}:{port}"
+        return f"lease {self.remote.lease_id} of engine {engine_id} at {Address(host, port)}"
 
 
 @dataclass(slots=True)

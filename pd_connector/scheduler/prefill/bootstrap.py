@@ -26,7 +26,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pd_connector.config import ConfigError
 from pd_connector.scheduler.scheduler_role import SchedulerRole
-from transfer.peers import parse_ip, resolve
+from transfer.peers import Address, parse_ip, resolve
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ _CLOSE_S = 5.0
 
 def control_label(host: str, port: int) -> str:
     """Return the engine id that carries the address of a control channel."""
-    return f"@[{host}]:{port}" if ":" in host else f"@{host}:{port}"
+    return f"@{Address(host, port)}"
 
 
 class Bootstrap(SchedulerRole):

@@ -115,8 +115,8 @@ class Producer(SchedulerRole):
         self._expiry = threading.Thread(target=self._watch_expiry, name="pd-lease-expiry", daemon=True)
         self._expiry.start()
         logger.info(
-            "PDConnector: prefill engine %s answers on the control channel at %s:%d",
-            service.engine_id, host, self.port,
+            "PDConnector: prefill engine %s answers on the control channel at %s",
+            service.engine_id, Address(host, self.port),
         )  # fmt: skip
 
     @property
