@@ -51,3 +51,19 @@ def concatenate(parts: list[Copies]) -> Copies:
         np.concatenate([part.sources for part in parts]),
         np.concatenate([part.sizes for part in parts]),
     )
+
+
+def merge_adjacent(
+    local: Int64Array, remote: Int64Array, sizes: Int64Array
+) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """Sort runs by local address, join those that are neighbours on both sides, and return the three arrays."""
+    order = np.argsort(local, kind="stable")
+    local, remote, sizes = local[order], remote[order], sizes[order]
+    starts = np.concatenate(([0], np.flatnonzero(apart(local, remote, sizes)) + 1))
+    return local[starts], remote[starts], np.add.reduceat(sizes, starts)
+
+
+def apart(local: Int64Array, remote: Int64Array, sizes: Int64Array) -> npt.NDArray[np.bool_]:
+    """Return for each run but the first whether it does not continue its predecessor on both sides. Shape [n - 1]."""
+    continues = (local[:-1] + sizes[:-1] == local[1:]) & (remote[:-1] + sizes[:-1] == remote[1:])
+    return np.asarray(~continues, np.bool_)

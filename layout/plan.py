@@ -17,14 +17,14 @@ of them.
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import lcm
+from math import lcm, prod
 
 import numpy as np
 import numpy.typing as npt
 
 from layout.compatibility import check_planes, check_states, check_windows
 from layout.context_parallel import WHOLE, SharedTokens, TokenSplit, shared_tokens, unit_of
-from layout.copies import Copies, Int64Array, concatenate
+from layout.copies import Copies, Int64Array, apart, concatenate, merge_adjacent
 from layout.geometry import CacheGroup, Plane, WorkerGeometry, unit_rows
 from layout.sharding import Share, Source
 from layout.states import state_entries
@@ -32,6 +32,13 @@ from layout.states import state_entries
 
 class PlanError(ValueError):
     """A plan cannot be compiled or instantiated; the message names the values and the rule."""
+
+
+#: Of all plans for an engine together, so that what it states of its caches takes neither minutes nor gigabytes: runs
+#: in a block here, and patterns. 128 layers of 8 KV heads, each token a run of its own, have 2**21 in 1,024 tokens; K
+#: and V of each of these layers by itself, read from 64 ranks, have 2**14 patterns.
+_MOST_RUNS = 1 << 22
+_MOST_PATTERNS = 1 << 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +144,11 @@ class Plan:
         return sum(len(pattern.sizes) for pattern in self.patterns)
 
     @property
+    def token_runs(self) -> float:
+        """Runs that a token takes on average, if no block is a hole, and no unit joins its neighbour."""
+        return sum(len(pattern.sizes) / pattern.period_tokens for pattern in self.patterns)
+
+    @property
     def run_bytes(self) -> int:
         """Bytes in one unit of every pattern."""
         return sum(int(pattern.sizes.sum()) for pattern in self.patterns)
@@ -228,44 +240,40 @@ def compile_plans(
 
     Raises:
         IncompatibleCachesError: two planes cannot be converted.
-        PlanError: the shares overlap or leave bytes of a block unwritten.
+        PlanError: the shares overlap, leave bytes of a block unwritten, or would take too many runs.
     """
+    number = runs = 0
     patterns: dict[int, list[_RunPattern]] = defaultdict(list)
     by_plane: dict[tuple[int, int], list[_RunPattern]] = defaultdict(list)
     layers: dict[tuple[int, int], set[str]] = defaultdict(set)
     for source in sources:
         for share in source.shares:
-            compiled = [*_compile(local, remotes[source.remote], share)]
-            patterns[source.remote] += compiled
-            by_plane[share.local_group, share.local_plane] += compiled
+            for pattern in _compile(local, remotes[source.remote], share):
+                patterns[source.remote].append(pattern)
+                by_plane[share.local_group, share.local_plane].append(pattern)
+                number, runs = number + 1, runs + len(pattern.sizes)
+                _check_number(runs, number)
             layers[share.local_group, share.local_plane].update(share.layers)
+    runs = 0
     for group_index, group in enumerate(local.groups):
         for plane_index, plane in enumerate(group.planes):
             read = len(layers[group_index, plane_index]) if plane.optional else len(plane.layers)
-            _check_coverage(plane, read, by_plane[group_index, plane_index])
+            runs += _check_coverage(plane, read, by_plane[group_index, plane_index], runs)
     return {remote: _plan(_join_patterns(of_remote)) for remote, of_remote in patterns.items()}
+
+
+def _check_number(runs: int, patterns: int = 0) -> None:
+    if runs > _MOST_RUNS or patterns > _MOST_PATTERNS:
+        raise PlanError(
+            f"{runs} runs in {patterns} patterns, units or blocks are more than {_MOST_RUNS} in {_MOST_PATTERNS} that "
+            "reading from another engine may take: the strides, heads or shared tokens that it states fit those here "
+            "too badly. Start both engines with the same parallel sizes, --block-size and layout"
+        )
 
 
 def _plan(patterns: Sequence[_RunPattern]) -> Plan:
     of_tokens = tuple(pattern for pattern in patterns if not pattern.local.state_tokens)
     return Plan(of_tokens, tuple(pattern for pattern in patterns if pattern.local.state_tokens))
-
-
-def merge_adjacent(
-    local: Int64Array, remote: Int64Array, sizes: Int64Array
-) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """Sort runs by local address, join those that are neighbours on both sides, and return the three arrays."""
-    order = np.argsort(local, kind="stable")
-    local, remote, sizes = local[order], remote[order], sizes[order]
-    apart = _apart(local, remote, sizes)
-    starts = np.concatenate(([0], np.flatnonzero(apart) + 1))
-    return local[starts], remote[starts], np.add.reduceat(sizes, starts)
-
-
-def _apart(local: Int64Array, remote: Int64Array, sizes: Int64Array) -> npt.NDArray[np.bool_]:
-    """Return for each run but the first whether it does not continue its predecessor on both sides. Shape [n - 1]."""
-    continues = (local[:-1] + sizes[:-1] == local[1:]) & (remote[:-1] + sizes[:-1] == remote[1:])
-    return np.asarray(~continues, np.bool_)
 
 
 def _compile(local: WorkerGeometry, remote: WorkerGeometry, share: Share) -> Iterator[_RunPattern]:
@@ -279,6 +287,7 @@ def _compile(local: WorkerGeometry, remote: WorkerGeometry, share: Share) -> Ite
     unit, phases = unit_of(to.tokens, to.block_tokens, source.tokens, source.block_tokens)
     if not to.packing:
         unit = unit_rows(unit, to.tokens_per_row)
+    _check_number(0, phases)
     for shared in shared_tokens(to.tokens, source.tokens, unit, phases):
         run, local_offsets, remote_offsets = _fuse(to.item_size, _dimensions(to, source, share, shared))
         runs = merge_adjacent(local_offsets, remote_offsets, np.full(local_offsets.shape, run, np.int64))
@@ -302,7 +311,7 @@ def _join_touching(patterns: Sequence[_RunPattern]) -> Iterator[_RunPattern]:
     sizes = np.concatenate([each.sizes for each in patterns])
     owner = np.repeat(np.arange(len(patterns)), [len(each.sizes) for each in patterns])
     order = np.argsort(local, kind="stable")
-    touching = ~_apart(local[order], remote[order], sizes[order])
+    touching = ~apart(local[order], remote[order], sizes[order])
     cluster = list(range(len(patterns)))  # of each pattern: the first one that it touches, directly or not
     for one, other in sorted(set(zip(owner[order][:-1][touching], owner[order][1:][touching], strict=True))):
         merged = sorted((cluster[one], cluster[other]))
@@ -356,6 +365,7 @@ def _fuse(item_size: int, dimensions: list[_Dimension]) -> tuple[int, Int64Array
     run = item_size
     while (index := next((i for i, dimension in enumerate(pending) if _continues(dimension, run)), None)) is not None:
         run *= len(pending.pop(index)[0])
+    _check_number(prod(len(steps) for steps, _ in pending))
     for local_steps, remote_steps in pending:
         local = np.add.outer(local, local_steps).ravel()
         remote = np.add.outer(remote, remote_steps).ravel()
@@ -369,26 +379,31 @@ def _continues(dimension: _Dimension, run: int) -> bool:
 
 
 #: Between kernel blocks whose coverage is checked together: more bytes than one of them spans.
-_FAR = 1 << 48
+_FAR = 1 << 47
 
 
-def _check_coverage(plane: Plane, layers: int, patterns: Sequence[_RunPattern]) -> None:
+def _check_coverage(plane: Plane, layers: int, patterns: Sequence[_RunPattern], runs_before: int) -> int:
     """Raise unless the patterns write every byte of ``layers`` layers of ``plane`` exactly once.
 
     In one block; where ranks share tokens, in as many as are read before all begins again.
+
+    Returns:
+        The runs there. Raises if they are too many with ``runs_before``, those of other planes.
     """
     block_tokens = plane.block_tokens * plane.tokens_per_row * plane.tokens.ranks
     tokens = lcm(block_tokens, *(pattern.period_tokens for pattern in patterns))
     blocks = tokens // block_tokens
+    units = [1 if pattern.local.state_tokens else tokens // pattern.period_tokens for pattern in patterns]
+    runs = sum(number * len(pattern.sizes) for number, pattern in zip(units, patterns, strict=True))
+    _check_number(runs_before + runs, blocks)
     block_bytes = plane.block_bytes // len(plane.layers) * layers * blocks
     offsets, sizes = [], []
-    for pattern in patterns:
-        end = 1 if pattern.local.state_tokens else tokens
-        starts = np.arange(pattern.phase * pattern.unit_tokens, end, pattern.period_tokens, dtype=np.int64)
+    for number, pattern in zip(units, patterns, strict=True):
+        starts = pattern.phase * pattern.unit_tokens + np.arange(number, dtype=np.int64) * pattern.period_tokens
         block, row = np.divmod(plane.tokens.before(starts) // plane.tokens_per_row, plane.block_tokens)
-        units = block * _FAR + row * plane.token_stride
-        offsets.append(np.add.outer(units, pattern.local_offsets).ravel())
-        sizes.append(np.tile(pattern.sizes, len(units)))
+        places = block * _FAR + row * plane.token_stride
+        offsets.append(np.add.outer(places, pattern.local_offsets).ravel())
+        sizes.append(np.tile(pattern.sizes, number))
     starts = np.concatenate(offsets) if offsets else np.empty(0, np.int64)
     lengths = np.concatenate(sizes) if sizes else np.empty(0, np.int64)
     order = np.argsort(starts)
@@ -397,6 +412,7 @@ def _check_coverage(plane: Plane, layers: int, patterns: Sequence[_RunPattern]) 
         raise PlanError(f"part {plane.part!r}: some bytes of a block would be written twice")
     if int(lengths.sum()) != block_bytes:
         raise PlanError(f"part {plane.part!r}: {int(lengths.sum())} of {block_bytes} bytes of a block would be written")
+    return runs
 
 
 def _instantiate(

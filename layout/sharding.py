@@ -120,11 +120,14 @@ def _cover_tokens(
         raise IncompatibleCachesError(
             f"the remote engine's ranks share the tokens of layer {layer!r} in several ways: {sorted(map(str, splits))}"
         )
+    by_rank: dict[int, list[_Holder]] = defaultdict(list)
+    for holder in candidates:
+        by_rank[holder.tokens.rank].append(holder)
     for split in splits or {WHOLE}:
         turn += tp_rank // math.gcd(plane.tokens.ranks, split.ranks)  # only ranks that read the same take turns
-        for rank in range(split.ranks):
+        for rank in range(min(split.ranks, len(by_rank) + 1)):  # beyond these, one is missing
             if share_tokens(plane.tokens, replace(split, rank=rank)):
-                yield from _cover(plane, [each for each in candidates if each.tokens.rank == rank], turn)
+                yield from _cover(plane, by_rank[rank], turn)
 
 
 def _cover(plane: Plane, candidates: list[_Holder], turn: int) -> Iterator[tuple[_Holder | None, int, int]]:

@@ -1,9 +1,9 @@
-"""Descriptor arrays: equally long, cut and joined in order."""
+"""Descriptor arrays: equally long, cut and joined in order; runs that continue each other are one."""
 
 import numpy as np
 import pytest
 
-from layout.copies import EMPTY, Copies, concatenate
+from layout.copies import EMPTY, Copies, concatenate, merge_adjacent
 
 
 def descriptors(*rows: tuple[int, int, int]) -> Copies:
@@ -42,3 +42,17 @@ def test_batches_are_joined_in_their_order() -> None:
 def test_nothing_joined_is_an_empty_batch() -> None:
     assert rows_of(concatenate([])) == []
     assert (len(EMPTY), EMPTY.total_bytes) == (0, 0)
+
+
+def merged(*runs: tuple[int, int, int]) -> list[tuple[int, int, int]]:
+    local, remote, sizes = merge_adjacent(*np.array(runs, np.int64).T)
+    return list(zip(local.tolist(), remote.tolist(), sizes.tolist(), strict=True))
+
+
+def test_runs_that_follow_each_other_on_both_sides_are_joined_in_any_order() -> None:
+    assert merged((8, 108, 4), (0, 100, 8), (12, 112, 1)) == [(0, 100, 13)]
+
+
+def test_runs_that_follow_each_other_on_one_side_only_are_kept_apart() -> None:
+    assert merged((0, 100, 8), (8, 109, 4)) == [(0, 100, 8), (8, 109, 4)]
+    assert merged((0, 100, 8), (9, 108, 4)) == [(0, 100, 8), (9, 108, 4)]

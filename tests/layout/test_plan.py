@@ -8,7 +8,7 @@ import pytest
 
 from layout.copies import Copies
 from layout.geometry import CacheGroup, Plane, WorkerGeometry
-from layout.plan import BlockTable, Plan, PlanError, compile_plans, merge_adjacent
+from layout.plan import BlockTable, Plan, PlanError, compile_plans
 from layout.sharding import Share, Source
 from tests.support.layout.oracle import LAYOUTS, Engine, Model, Table, build
 from tests.support.layout.pulls import LOCAL_BASE, REMOTE_BASE, Request, in_order, plain, plans_of, pull
@@ -336,23 +336,6 @@ def test_a_token_takes_as_many_bytes_as_are_read_for_it() -> None:
     local, remote = Engine(block_tokens=16, blocks=8), Engine("BHLNC", block_tokens=32, blocks=8)
     (read,) = pull(SMALL, local, remote, plain(96, local, remote))
     assert 96 * the_plan(SMALL, local, remote).token_bytes == read.copies.total_bytes
-
-
-# Merging runs.
-
-
-def merged(*runs: tuple[int, int, int]) -> list[tuple[int, int, int]]:
-    local, remote, sizes = merge_adjacent(*np.array(runs, np.int64).T)
-    return list(zip(local.tolist(), remote.tolist(), sizes.tolist(), strict=True))
-
-
-def test_runs_that_follow_each_other_on_both_sides_are_joined_in_any_order() -> None:
-    assert merged((8, 108, 4), (0, 100, 8), (12, 112, 1)) == [(0, 100, 13)]
-
-
-def test_runs_that_follow_each_other_on_one_side_only_are_kept_apart() -> None:
-    assert merged((0, 100, 8), (8, 109, 4)) == [(0, 100, 8), (8, 109, 4)]
-    assert merged((0, 100, 8), (9, 108, 4)) == [(0, 100, 8), (9, 108, 4)]
 
 
 def test_the_bytes_of_descriptors_are_counted() -> None:
