@@ -20,6 +20,9 @@ from transfer.control.messages import Followed, SlotRange, TransferState
 #: without news that often; and that often, there is a sign of life.
 FOLLOW_WAIT_S = 2.0
 
+#: Tokens: more than any prompt has.
+_MANY = 1 << 62
+
 #: Block numbers of a cache group of the prefill engine, which have been read from.
 BlocksRead = tuple[int, Int64Array]
 
@@ -60,21 +63,24 @@ class FollowedPrompt:
             self._read_again()
         return self.progress is not before
 
-    def next_range(self, border_tokens: int, least_tokens: float = 1) -> range | None:
+    def next_range(self, border_tokens: int, least_tokens: float = 1, most_tokens: int = _MANY) -> range | None:
         """Return the tokens to read next; None if there are none, or too few as long as more are being computed.
 
         Args:
             border_tokens: a range ends at a multiple of this, where no unit of either side is cut, or at the end.
             least_tokens: a shorter range is not worth reading before the prompt is complete.
+            most_tokens: of a range; a multiple of ``border_tokens``.
         """
-        if self.is_complete:
-            return range(self.read_until, self._end_token) if self.read_until < self._end_token else None
-        if not self._may_read_ahead:
+        if not (self.is_complete or self._may_read_ahead):
             return None
-        end = min(self.progress.tokens, self._end_token) // border_tokens * border_tokens
+        border = self.read_until // border_tokens * border_tokens + most_tokens
+        if self.is_complete:
+            end = min(border, self._end_token)
+            return range(self.read_until, end) if self.read_until < end else None
+        end = min(self.progress.tokens, self._end_token, border) // border_tokens * border_tokens
         return range(self.read_until, end) if end - self.read_until >= max(least_tokens, 1) else None
 
-    def next_in_host(self, border_tokens: int, least_tokens: float = 1) -> range | None:
+    def next_in_host(self, border_tokens: int, least_tokens: float = 1, most_tokens: int = _MANY) -> range | None:
         """Return the tokens to read next in P's host memory, if the device does not hold them yet; None if none.
 
         The arguments are those of ``next_range``.
@@ -82,7 +88,8 @@ class FollowedPrompt:
         told = self.progress.in_host
         if told is None or told is self._left_host or not self._may_read_ahead:
             return None
-        end = min(told.end_token, self._end_token) // border_tokens * border_tokens
+        border = self.read_until // border_tokens * border_tokens + most_tokens
+        end = min(told.end_token, self._end_token, border) // border_tokens * border_tokens
         is_worth_it = told.first_token <= self.read_until and end - self.read_until >= max(least_tokens, 1)
         return range(self.read_until, end) if is_worth_it else None
 

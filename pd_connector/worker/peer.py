@@ -31,6 +31,8 @@ from transfer.peers import Address, AllowedPeers
 
 logger = logging.getLogger(__name__)
 
+#: Of all ranks, before neighbouring blocks are joined: of a gigabyte of memory, a pull's plan then takes a quarter.
+_RANGE_DESCRIPTORS = 1 << 20
 
 #: Is given the block tables of a request here, by cache group, and one past the last token that is pulled.
 ClearTails: TypeAlias = Callable[[Sequence[BlockTable], int], None]
@@ -117,6 +119,9 @@ class Peer:
         every_plan = (*plans.values(), *(host_plans or {}).values())
         self.border_tokens = math.lcm(*(unit for plan in every_plan for unit in plan.unit_tokens))
         self.token_bytes = sum(plan.token_bytes for plan in plans.values())
+        # The most tokens of a range, which ends at a border: of what has more descriptors, one range follows another.
+        runs = max(sum(plan.token_runs for plan in each.values()) for each in (plans, host_plans or {}))
+        self.range_tokens = self.border_tokens * max(int(_RANGE_DESCRIPTORS / max(runs, 1e-9)) // self.border_tokens, 1)
         self._readable = [worker.regions for worker in welcome.workers]
         if host_plans is not None:
             for rank, host in enumerate(welcome.host_workers):

@@ -41,7 +41,7 @@ from transfer.peers import Address
 
 logger = logging.getLogger(__name__)
 
-#: Pause before P is asked again, if it has answered at once though there was nothing new: it may serve too many.
+#: Pause before P is asked again, if it has answered at once though it was no further: it may serve too many.
 _FOLLOW_PAUSE_S = 0.05
 
 _Reply = TypeVar("_Reply", bound=Reply)
@@ -134,9 +134,11 @@ class Pull:
         least_on_device = least_tokens if self._context.reads_ahead else float("inf")
         reads_host = peer.host_plans is not None
         while True:
-            if (tokens := self.prompt.next_range(peer.border_tokens, least_on_device)) is not None:
+            if (tokens := self.prompt.next_range(peer.border_tokens, least_on_device, peer.range_tokens)) is not None:
                 self._read_range(peer, tokens, self._place)
-            elif reads_host and (tokens := self.prompt.next_in_host(peer.border_tokens, least_tokens)) is not None:
+            elif reads_host and (
+                tokens := self.prompt.next_in_host(peer.border_tokens, least_tokens, peer.range_tokens)
+            ):
                 self._read_range(peer, tokens, Place.HOST)
             else:
                 break
@@ -197,7 +199,6 @@ class Pull:
         except TransferEnded as error:
             raise PullFailed(Cause.TRANSFER, str(error)) from error
         if is_news:
-            self._may_ask_at = 0.0
             self._extend_deadline()
         if self.prompt.restarts != restarts:
             self._read = ReadSoFar()
@@ -423,10 +424,14 @@ class Pull:
         return max(prompt.progress.tokens, before[0]), max(prompt.read_until, before[1]), prompt.is_complete
 
     def _extend_deadline(self) -> None:
-        """Let the pull timeout begin anew if the prompt is further than ever. One that is only started over is not."""
+        """Let the pull timeout begin anew if the prompt is further than ever. One that is only started over is not.
+
+        P may then be asked for more at once.
+        """
         reached = self._reach(self._reached)
         if reached != self._reached:
             self._reached, self._deadline = reached, self._context.clock() + self._context.pull_timeout_s
+            self._may_ask_at = 0.0
 
     def _got_no_further(self) -> PullFailed:
         prompt, timeout_s = self.prompt.progress, self._context.pull_timeout_s

@@ -30,7 +30,7 @@ from transfer.control.messages import Cancel, Followed, TransferState
 from transfer.errors import TransferError
 
 _WAIT_S = 5.0  # for which a prefill engine may keep a question if there is nothing new
-_PAUSE_S = 0.05  # before the next question, if an engine answers at once that there is nothing new
+_PAUSE_S = 0.05  # before the next question, if an engine answers at once and is no further
 _ASKED_PER_STEP = 20  # after such a pause, because a step must not take long
 
 
@@ -159,7 +159,7 @@ class Subscriptions:
             self._cancel(subscription.progress)
 
     def ask_due(self) -> None:
-        """Ask again where an answer came at once that said nothing new. For every scheduler step."""
+        """Ask again where an answer came at once that told of no progress. For every scheduler step."""
         for _ in range(_ASKED_PER_STEP):
             with self._lock:
                 if not self._paused or self._paused[0][0] > self._clock():
@@ -221,10 +221,11 @@ class Subscriptions:
         with self._lock:
             if subscription.asked is not future or not self._is_followed(subscription):
                 return
-            before, now = subscription.progress, self._clock()
+            before, reached, now = subscription.progress, subscription.reached, self._clock()
             self._note(subscription, future)
             is_new = subscription.progress is not before or subscription.has_ended
-            asks_again = not subscription.has_ended and (is_new or now >= subscription.asked_at + _PAUSE_S)
+            is_further = subscription.reached > reached  # news alone, of one attempt after the other say, may never end
+            asks_again = not subscription.has_ended and (is_further or now >= subscription.asked_at + _PAUSE_S)
             if subscription.is_pulled:
                 # What is not known costs steps, never time: without an answer to come, nobody waits for it.
                 is_new = not asks_again

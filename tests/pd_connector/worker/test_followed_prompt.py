@@ -90,6 +90,18 @@ def test_a_range_ends_where_no_unit_is_cut() -> None:
     assert prompt.next_range(64) is None
 
 
+def test_a_range_that_is_too_long_ends_at_a_border_and_the_next_one_goes_on() -> None:
+    prompt = a_followed(63, first=16)
+    assert prompt.next_range(16, most_tokens=16) == range(16, 32)
+    prompt.take(complete())
+    ranges = []
+    while (tokens := prompt.next_range(16, most_tokens=32)) is not None:
+        ranges.append(tokens)
+        prompt.has_read(tokens, ())
+    assert ranges == [range(16, 48), range(48, 69)]
+    assert a_followed(63, first=16).next_range(32, most_tokens=32) == range(16, 32)
+
+
 def test_a_range_that_is_too_short_waits_for_more_but_not_at_the_end() -> None:
     prompt = a_followed(32)
     assert prompt.next_range(16, least_tokens=33) is None

@@ -13,7 +13,7 @@ import pytest
 from layout.cost import CostModel
 from pd_connector.orders import Cause
 from pd_connector.stats import StatsRecorder
-from pd_connector.worker import remote_reader
+from pd_connector.worker import peer, remote_reader
 from pd_connector.worker.lease_checksums import CacheChecksums
 from pd_connector.worker.verification import Verifier
 from tests.support.connector.chunked_prompts import TRANSFER_ID, ChunkedPrompt, follow
@@ -70,6 +70,20 @@ def test_a_prompt_that_is_complete_when_the_pull_begins_is_one_range(legs: Follo
     legs.session.submit(replace(order, complete_tokens=0))
     assert legs.end().cause == ""
     assert (legs.site.fabric.reads, len(legs.prompt.asked)) == (1, 1)
+    assert legs.worker.holds([(OURS, 0, 69)])
+
+
+def test_what_takes_too_many_descriptors_is_read_in_several_ranges(
+    legs: FollowedLegs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their number follows from what a peer states of its caches, and they take memory."""
+    monkeypatch.setattr(peer, "_RANGE_DESCRIPTORS", 1)
+    legs.prompt.compute(16)
+    order = legs.prompt.order("r", OURS)
+    legs.prompt.complete()
+    legs.session.submit(replace(order, complete_tokens=0))
+    assert legs.end().cause == ""
+    assert legs.site.fabric.reads == 5
     assert legs.worker.holds([(OURS, 0, 69)])
 
 

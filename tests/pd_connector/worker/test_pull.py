@@ -1,6 +1,7 @@
 """How a pull ends, once its reads have: confirmed by the prefill engine, or failed. What it reads is in test_peer."""
 
 import threading
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from pd_connector.worker.pull_end import PullEnd, PullFailed
 from tests.support.connector.requests import RecordingClient, a_prompt, a_remote
 from tests.support.waiting import ManualClock
 from transfer.control.failures import ClientClosed
-from transfer.control.messages import Followed, Release, Released
+from transfer.control.messages import Followed, Release, Released, TransferState
 
 REMOTE = a_remote(a_prompt(70))
 ORDER = PullOrder("r", REMOTE, ((1, 2, 3, 4, 5),), 0, 69, "pull")
@@ -109,6 +110,22 @@ def traced(order: PullOrder, trace: Any) -> Reader:
     context = replace(reader.pull._context, trace=trace)
     reader.pull = Pull(context, order, reader.ends.append, threading.Event())
     return reader
+
+
+def test_p_is_not_asked_in_a_hurry_if_what_it_answers_at_once_is_new_and_no_progress() -> None:
+    """As one attempt after the other."""
+    reader = Reader(replace(ORDER, transfer_id="t", complete_tokens=16))
+    started = time.monotonic()
+    for attempt in range(1, 6):
+        reader.pull.follow()
+        answer = Followed(
+            "engine-p", TransferState.QUEUED if attempt % 2 else TransferState.COMPUTING, REMOTE.lease_id, 30.0,
+            attempt, 70, REMOTE.prompt_digest, (16,), 16, ((attempt,),), (0,),
+        )  # fmt: skip
+        reader.client.futures[-1].set_result(answer)
+        reader.pull.take_answer()
+        assert reader.pull.prompt.progress.attempt == attempt
+    assert time.monotonic() - started > 4 * 0.05
 
 
 def test_a_pull_of_a_traced_request_is_traced_once_however_it_ends() -> None:

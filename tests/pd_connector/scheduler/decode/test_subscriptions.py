@@ -395,6 +395,19 @@ def test_news_are_followed_by_a_question_at_once(following: Following) -> None:
     assert len(following.open()) == 1
 
 
+def test_news_without_progress_are_followed_by_a_question_after_a_pause(following: Following) -> None:
+    """As of one attempt after the other: each answer is new, and none says more."""
+    following.answer(computing(16), after_s=0.0)
+    for attempt in range(1, 4):
+        following.answer(computing(16, attempt=attempt), after_s=0.0)
+        assert following.open() == []
+        assert following.progress().attempt == attempt
+        following.clock.advance(0.06)
+        following.subscriptions.ask_due()
+    following.answer(computing(32, attempt=3, known=16), after_s=0.0)
+    assert len(following.open()) == 1
+
+
 def test_a_pause_of_one_that_has_left_does_not_hold_up_the_others(following: Following) -> None:
     following.answer(UNKNOWN, after_s=0.0)
     following.subscriptions.abandon("r")
