@@ -2,7 +2,8 @@
 
 Scheduler steps are no place for this: a step can outlast a lease, for example when a model runs for the first time.
 
-All leases of a prefill engine are renewed in one message, three times in their time to live. What waits for blocks for
+All leases of a prefill engine are renewed in one message, three times in their time to live; one that does not answer
+is asked again when the message has timed out. What waits for blocks for
 longer than the queue timeout is given up, so that a decode engine that is stuck or overloaded frees what it holds of
 others. What is being pulled is announced, so that the prefill engine does not revoke it.
 """
@@ -86,14 +87,14 @@ class _Bucket:
             late.append(self.waiting.pop(first.request_id))
         return late
 
-    def renew(self, now: float) -> tuple[tuple[_Kept, ...], tuple[_Kept, ...]]:
-        """Return the leases to renew now, and those of them that are being read."""
+    def renew(self, now: float, answer_s: float) -> tuple[tuple[_Kept, ...], tuple[_Kept, ...]]:
+        """Return the leases to renew now, and those of them that are being read. ``answer_s``: for an answer."""
         reading = tuple(self.unannounced.values())
         self.unannounced.clear()
         self.announced_at = math.inf
         if now < self.renew_at:
             return reading, reading
-        self.renew_at = now + self.interval_s
+        self.renew_at = now + max(self.interval_s, answer_s)  # sooner, once it is answered
         reading = tuple(self.reading.values())
         return (*self.waiting.values(), *reading), reading
 
@@ -195,7 +196,7 @@ class Renewals:
             for engine, bucket in self._buckets.items():
                 if bucket.due_at <= now:
                     late += bucket.give_up(now)
-                    messages.append((engine, *bucket.renew(now)))
+                    messages.append((engine, *bucket.renew(now, self._message_timeout_s)))
             for kept in late:
                 kept.lost = LeaseLost(
                     Cause.QUEUE,
@@ -206,7 +207,7 @@ class Renewals:
         for kept in late:
             self.cancel(kept.remote)
         for engine, renewed, reading in messages:
-            self._send(engine, renewed, reading)
+            self._send(engine, renewed, reading, now)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every lease is either renewed or lost and, until ``close``, the thread runs."""
@@ -225,7 +226,7 @@ class Renewals:
                 assert bucket.due_at < math.inf, "leases are never renewed"
             assert self._thread is None or self._closing or self._thread.is_alive(), "the renewal thread has died"
 
-    def _send(self, engine: _Engine, renewed: tuple[_Kept, ...], reading: tuple[_Kept, ...]) -> None:
+    def _send(self, engine: _Engine, renewed: tuple[_Kept, ...], reading: tuple[_Kept, ...], now: float) -> None:
         engine_id, host, port, _ = engine
         lease_ids = tuple(kept.remote.lease_id for kept in renewed)
         being_read = tuple(kept.remote.lease_id for kept in reading)
@@ -235,7 +236,15 @@ class Renewals:
             asked = lease_ids[first : first + at_once]
             among = being_read if len(asked) == len(lease_ids) else tuple(frozenset(being_read).intersection(asked))
             future = self._client.request(host, port, Renew(engine_id, asked, among), self._message_timeout_s)
+            future.add_done_callback(partial(self._answered, engine, now))
             future.add_done_callback(partial(self._take_answer, renewed[first : first + at_once], asked))
+
+    def _answered(self, engine: _Engine, asked_at: float, _: "Future[Renewed]") -> None:
+        """Renew in time again: as long as an engine is silent, it is not asked a second time."""
+        with self._changed:
+            if (bucket := self._buckets.get(engine)) is not None:
+                bucket.renew_at = min(bucket.renew_at, asked_at + bucket.interval_s)
+                self._wake_at(bucket.renew_at)
 
     def _take_answer(self, renewed: tuple[_Kept, ...], asked: tuple[str, ...], future: "Future[Renewed]") -> None:
         """Take the answer to a renewal. Runs on the control client's thread."""

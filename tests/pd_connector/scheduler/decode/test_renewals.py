@@ -218,6 +218,27 @@ def test_a_lease_that_the_engine_does_not_confirm_is_lost(under_test: RenewalsUn
     assert under_test.renewals.lost("never kept") is None
 
 
+def test_an_engine_that_does_not_answer_is_not_asked_again_before_the_message_has_timed_out(
+    under_test: RenewalsUnderTest,
+) -> None:
+    """A client may state a time to live of a tenth of a second."""
+    under_test.keep("hasty", lease_ttl_s=0.1)
+
+    def renewed(within_s: float) -> int:
+        for _ in range(round(within_s / 0.04)):
+            under_test.clock.advance(0.04)
+            under_test.renewals.send_due()
+        return len(under_test.client.take_renewed())
+
+    assert renewed(4.0) == 1
+    under_test.client.futures[-1].set_result(Renewed(("hasty",)))
+    assert renewed(4.0) == 1, "at once, and not again"
+    assert renewed(4.0) == 1, "after the timeout of 5 s"
+    for _ in range(3):
+        under_test.client.futures[-1].set_result(Renewed(("hasty",)))
+        assert renewed(0.04) == 1, "as often as it wants, if it answers"
+
+
 def test_a_lost_lease_is_not_renewed_any_more(under_test: RenewalsUnderTest) -> None:
     under_test.keep("gone")
     under_test.keep("valid")
