@@ -21,6 +21,9 @@ logger = logging.getLogger(__name__)
 #: How long a shutdown waits for threads: less than vLLM gives its workers. Closing the engine has ended their reads.
 _CLOSE_TIMEOUT_S = 2.0
 
+#: Addresses of one host that are pulled from at a time. Clients name them: wrong ones must not keep other hosts out.
+MOST_PER_HOST = 64
+
 #: Arguments: the context of all pulls, a callback for the end of each, and the prefill engine.
 OpenSession = Callable[[PullContext, Callable[[AnyEnd], None], PeerAddress], PeerSession]
 
@@ -144,7 +147,10 @@ class Pulls(WorkerRole):
             self._refuse(RefuseOrder(order.request_id, Cause.INTERNAL, reason, order.traceparent))
             return
         if session is None:
-            reason = f"{self._max_peers} prefill engines are being pulled from already, which is the maximum at a time"
+            reason = (
+                f"{self._max_peers} prefill engines, or {MOST_PER_HOST} of this host, are being pulled from already, "
+                "which is the maximum at a time"
+            )
             self._refuse(RefuseOrder(order.request_id, Cause.UNREACHABLE, reason, order.traceparent))
             return
         session.submit(order)
@@ -170,12 +176,16 @@ class Pulls(WorkerRole):
         peer = PeerAddress(order.remote.remote_engine_id, order.remote.remote_host, order.remote.remote_port)
         if peer not in self._sessions:
             self._close_idle_sessions(self._peer_idle_s)
-            if len(self._sessions) >= self._max_peers:
+            if self._is_full(peer.host):
                 self._close_idle_sessions(0.0)
-            if len(self._sessions) >= self._max_peers:
+            if self._is_full(peer.host):
                 return None
             self._sessions[peer] = self._open_session(self._context, self._ended.put, peer)
         return self._sessions[peer]
+
+    def _is_full(self, host: str) -> bool:
+        of_host = sum(each.host == host for each in self._sessions)
+        return len(self._sessions) >= self._max_peers or of_host >= MOST_PER_HOST
 
     def _close_idle_sessions(self, idle_s: float) -> None:
         now = time.monotonic()

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
@@ -56,7 +56,11 @@ _MESSAGE_S = 2.0
 _MAX_UNDER_WAY = 16
 #: For which a peer is not asked after it has not answered.
 _SILENCE_S = 10.0
+#: Peers of which something is known; requests may name any number.
+_MOST_KNOWN = 1024
 _LOG_INTERVAL_S = 60.0
+
+_Known = TypeVar("_Known")
 
 
 @dataclass(slots=True)
@@ -350,7 +354,7 @@ class PeerPrefixes(SchedulerRole):
             asking.again.add(peer)
             others[peer] = found.hash_tokens
         for peer, hash_tokens in others.items():
-            self._peer_hash_tokens[peer] = hash_tokens
+            _remember(self._peer_hash_tokens, peer, hash_tokens)
             self._ask(asking, peer, hash_tokens)
         return bool(others)
 
@@ -360,7 +364,7 @@ class PeerPrefixes(SchedulerRole):
         for peer, answer in asking.asked.items():
             if not answer.done():
                 answer.add_done_callback(partial(self._decline, peer))
-                self._silent_until[peer] = self._clock() + _SILENCE_S
+                self._leave_aside(peer)
                 continue
             try:
                 found = answer.result()
@@ -375,12 +379,16 @@ class PeerPrefixes(SchedulerRole):
                 else:  # a window here reaches back further, as blocks here are larger
                     self._cancel(offer)
             except TransferError as error:
-                self._silent_until[peer] = self._clock() + _SILENCE_S
+                self._leave_aside(peer)
                 self._warnings.warn("silent", f"PDConnector: engine at {peer} was asked for a prefix: {error}")
             except ParamsError as error:
                 self._warnings.warn("invalid", f"PDConnector: engine at {peer} was asked for a prefix: {error}")
                 self._decline(peer, answer)
         return offers
+
+    def _leave_aside(self, peer: Address) -> None:
+        """Do not ask a peer for a while."""
+        _remember(self._silent_until, peer, self._clock() + _SILENCE_S)
 
     def _abandon(self, asking: _Asking) -> None:
         """Let go of what peers offer, or will offer, for a request that has left."""
@@ -437,13 +445,21 @@ class PeerPrefixes(SchedulerRole):
         if pulling.ends.failed or not pulling.is_wanted:
             self._counts["failed"] += 1
             if pulling.ends.failed:
-                self._silent_until[pulling.peer] = self._clock() + _SILENCE_S
+                self._leave_aside(pulling.peer)
         else:
             for group, (first, blocks) in pulling.blocks.items():
                 self._blocks.publish(pulling.request, group, first, blocks, self._groups[group].block_tokens)
             self._counts["pulled"] += 1
             self._tokens += pulling.end - pulling.first
         self._blocks.give_back(_blocks_of(pulling))
+
+
+def _remember(book: dict[Address, _Known], peer: Address, known: _Known) -> None:
+    """Note something of a peer. What was noted longest ago is forgotten."""
+    book.pop(peer, None)
+    book[peer] = known
+    if len(book) > _MOST_KNOWN:
+        del book[next(iter(book))]
 
 
 def _blocks_of(pulling: _Pulling) -> HeldBlocks:

@@ -336,6 +336,24 @@ def test_no_more_engines_are_pulled_from_at_once_than_allowed(site: Site) -> Non
     assert pull_threads() == set()
 
 
+def test_wrong_ports_of_one_host_do_not_keep_other_hosts_out(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulls_module, "MOST_PER_HOST", 2)
+    (worker,), prefill = site.decode(), site.prefill()
+    service = Pulls(worker.context(), 600.0)
+    port = free_port()
+    for name, host in (("a", "127.0.0.1"), ("b", "127.0.0.1"), ("c", "127.0.0.1"), ("elsewhere", "127.0.0.2")):
+        remote = prefill.prefill(name, THEIRS)
+        submit(service, an_order(name, remote, OURS, remote_engine_id=name, remote_host=host, remote_port=port))
+    (end,) = service.take_ends()
+    assert (end.request_id, end.cause) == ("c", "unreachable")
+    assert "or 2 of this host" in end.reason
+    assert len(engines_pulled_from()) == 3
+    service.close()
+    worker.client.close()
+    service.join()
+    assert pull_threads() == set()
+
+
 def test_closing_does_not_wait_for_ever_for_a_read_that_hangs(
     site: Site, start_decode: Decode, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

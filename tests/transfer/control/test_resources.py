@@ -1,9 +1,10 @@
-"""Threads and file descriptors: nothing is left after close.
+"""Threads, file descriptors and places for peers: nothing is left after close, nobody takes all.
 
 Covers: transfer.control.polling.
 """
 
 import os
+import socket
 import threading
 
 import pytest
@@ -11,8 +12,12 @@ import pytest
 from tests.support.control.samples import HELLO, WELCOME, Handler
 from tests.support.process import OpenResources, free_port
 from tests.support.waiting import until
+from transfer.control import messages
 from transfer.control.client import ControlClient
-from transfer.control.failures import ControlStartError
+from transfer.control.connections import Connection
+from transfer.control.failures import ControlStartError, TooManyPeers
+from transfer.control.messages import MalformedMessage, decode_reply, encode
+from transfer.control.peer_sockets import ClientSettings
 from transfer.control.polling import Wakeup
 from transfer.control.server import ControlServer
 
@@ -45,6 +50,22 @@ def test_unreachable_peers_leave_no_descriptors(client: ControlClient, server: C
     until(lambda: OpenResources.now().files <= before.files)
 
 
+def test_wrong_ports_of_one_host_do_not_keep_other_hosts_out(handler: Handler) -> None:
+    """Clients of the service name them. Those that have answered do not count."""
+    server = ControlServer(handler, "127.0.0.2")
+    server.start()
+    client = ControlClient(ClientSettings(max_silent=2))
+    assert client.request("127.0.0.2", server.port, HELLO, 5).result() == WELCOME
+    for host in ("127.0.0.1", "127.0.0.2"):
+        waiting = [client.request(host, free_port(), HELLO, 30) for _ in range(2)]
+        with pytest.raises(TooManyPeers, match=f"2 addresses of {host} have no connection"):
+            client.request(host, free_port(), HELLO, 30).result(5)
+        assert not any(future.done() for future in waiting)
+    assert client.request("127.0.0.2", server.port, HELLO, 5).result() == WELCOME
+    client.close()
+    server.close()
+
+
 def test_a_wakeup_is_readable_from_set_to_clear_however_often_it_was_set() -> None:
     wakeup = Wakeup()
     for _ in range(100_000):  # more than the pipe holds
@@ -58,3 +79,24 @@ def test_a_wakeup_is_readable_from_set_to_clear_however_often_it_was_set() -> No
     wakeup.close()
     wakeup.set()
     assert wakeup.fileno() == -1
+
+
+def test_a_system_that_tells_nothing_of_a_connection_is_no_failure() -> None:
+    """A sandbox, say. Here it is a socket that is none of TCP's."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(b"unread")
+        connection = Connection("peer", ours)
+        assert (connection.bytes_received, connection.bytes_acknowledged) == (0, None)
+
+
+def test_a_message_for_which_there_is_no_memory_is_malformed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        def decode(self, _: object) -> None:
+            raise MemoryError
+
+    frame = encode(7, WELCOME)
+    monkeypatch.setattr(messages, "_replies", Full())
+    with pytest.raises(MalformedMessage, match="bad message body") as refused:
+        decode_reply(frame)
+    assert refused.value.message_id == 7

@@ -7,11 +7,13 @@ from unittest.mock import create_autospec
 import msgspec
 import pytest
 
+from pd_connector.scheduler.decode import peer_prefixes
 from pd_connector.scheduler.decode.peer_prefixes import PeerPrefixes
 from pd_connector.scheduler.readers import Readers
 from tests.support.simulation.prefix_engines import FIRST, TURN, a_holder, asker, compute, hold
 from tests.support.simulation.vllm_schedulers import ClientRequest, World
 from transfer.control.messages import Find, Found
+from transfer.peers import Address
 
 
 @pytest.fixture
@@ -55,6 +57,15 @@ def test_requests_that_vllm_leaves_aside_do_not_keep_others_from_asking(world: W
     assert peers.must_wait_for(requests[16], 0)
     assert len(peers._asking) == 17
     world.run(60.0)
+
+
+def test_of_peers_that_requests_name_the_newest_are_remembered(monkeypatch: pytest.MonkeyPatch, world: World) -> None:
+    monkeypatch.setattr(peer_prefixes, "_MOST_KNOWN", 2)
+    peers = asker(world, a_holder(world)).role_of(PeerPrefixes)
+    named = [Address("10.0.0.9", port) for port in (1, 2, 1, 3)]
+    for peer in named:
+        peers._leave_aside(peer)
+    assert [*peers._silent_until] == named[2:]
 
 
 @pytest.mark.parametrize("too_many", [1, 1000])
