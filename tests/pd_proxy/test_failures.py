@@ -214,6 +214,16 @@ def test_a_decode_server_that_fails_before_its_first_byte_is_an_error_and_not_as
     assert (len(p.received), len(d.received)) == (1, 0)
 
 
+@pytest.mark.parametrize("code", ['"oops"', "null", "[1]", "1e999", "{}"])
+def test_a_stream_that_begins_with_an_error_without_a_number_is_taken_for_the_servers_fault(
+    setup: ProxySetup, p: FakeServer, access_lines: Callable[[int], list[str]], code: str
+) -> None:
+    event = b'data: {"error": {"message": "no", "code": %b}}\n\n' % code.encode()
+    d = setup.server(answers(200, event, Content_Type="text/event-stream"))
+    assert setup.proxy([p], [d]).complete(stream=True).content == event
+    assert "began its stream with an error of status 500" in access_lines(1)[0]
+
+
 async def breaks_a_stream(_: Received, wire: Wire) -> None:
     await wire.head()
     await wire.chunk(b"data: 1\n\n")

@@ -1,5 +1,6 @@
 """A worker's canaries: what is pulled is compared with what was computed, and nothing else is touched."""
 
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -227,6 +228,24 @@ def test_a_comparison_that_cannot_be_made_is_a_failure(site: Site) -> None:
     end = each.end()
     assert end.cause is Cause.INTERNAL
     assert "block 99 does not exist" in end.failure
+
+
+def test_a_comparison_for_which_the_system_has_no_thread_is_a_failure(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith("pd-canary"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    p, each = site.prefill(), checked(site, site.decode()[0])
+    each.role.execute(Orders(canaries=(canary_order(p),), references=(CanaryReference("r", OURS),)))
+    end = each.end()
+    assert end.cause is Cause.INTERNAL
+    assert end.failure == "RuntimeError: can't start new thread"
 
 
 def test_canaries_that_have_not_ended_are_lost_when_the_engine_sleeps(site: Site) -> None:

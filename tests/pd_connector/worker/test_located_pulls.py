@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -13,10 +14,11 @@ from layout.plan import BlockTable
 from pd_connector.orders import Cause
 from pd_connector.worker.pull import Pull
 from pd_connector.worker.pull_end import PullFailed
-from tests.support.connector.engines import DECODE, OURS, PREFILL, THEIRS, Site, an_order
+from tests.support.connector.engines import DECODE, OURS, PREFILL, THEIRS, Site, an_order, pull_once
 from tests.support.layout.oracle import Table
 from tests.support.waiting import ManualClock
 from transfer.control.failures import PeerUnreachable
+from transfer.control.messages import Locate, Located, Place, Welcome
 from transfer.copies.clearing import TailCleaner
 
 
@@ -82,3 +84,23 @@ def test_only_who_had_time_to_answer_is_unreachable(
         pull._locate(peer)
     assert client.waited == pytest.approx(waited)
     assert (failed.value.cause, failed.value.is_unresponsive) == (cause, is_unresponsive)
+
+
+def test_a_lease_in_host_memory_that_p_has_not_described_is_not_read(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, (worker, *_) = site.prefill(), site.decode()
+    handle = prefill.service.handle
+
+    def tells(message: Any) -> Any:
+        if isinstance(message, Locate):
+            return Located(Place.HOST, ((1, 2, 3, 4, 5),))
+        reply = handle(message)
+        return msgspec.structs.replace(reply, locates=True) if isinstance(reply, Welcome) else reply
+
+    monkeypatch.setattr(prefill.service, "handle", tells)
+    end = pull_once(site, prefill.prefill("r", THEIRS), worker)
+    assert end.cause == Cause.PARAMS
+    assert "says that the lease lies in 'host', with [5] slots; the block tables have [5] entries" in end.reason
+    assert site.fabric.reads == 0
+    assert worker.untouched

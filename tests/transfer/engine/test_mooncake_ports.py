@@ -131,7 +131,11 @@ def test_the_second_port_is_closed() -> None:
 
 @pytest.mark.usefixtures("_impatient")
 @pytest.mark.parametrize(
-    "said", [b"", b"\x01", b"HTTP/1.1 400 Bad Request\r\n\r\n", answer("[]"), answer("{"), naming("x"), naming(70000)]
+    "said",
+    [
+        *(b"", b"\x01", b"HTTP/1.1 400 Bad Request\r\n\r\n", answer("[]"), answer("{"), naming("x"), naming(70000)),
+        pytest.param(answer("[" * 100_000), id="nested deeply"),
+    ],
 )
 def test_an_answer_that_names_no_port_leaves_it_at_the_first(said: bytes) -> None:
     with handshakes(said) as address:
