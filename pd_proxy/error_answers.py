@@ -7,6 +7,8 @@ from http import HTTPStatus
 
 from starlette.responses import JSONResponse, Response
 
+from pd_proxy.usage import PromptDetails
+
 #: Ends each event of a stream.
 EVENT_END = b"\n\n"
 
@@ -73,8 +75,8 @@ _FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
 class NothingHandedOver(LegFailed):
     """The prefill server answered well, without ``kv_transfer_params``."""
 
-    def __init__(self, url: str, finish_reason: object) -> None:
-        """``finish_reason``: whatever the answer has in its place; None if it has none."""
+    def __init__(self, url: str, finish_reason: object, details: PromptDetails) -> None:
+        """``finish_reason``: whatever the answer has in its place; None if it has none. ``details``: of the prompt."""
         detail = "is it started with --kv-transfer-config and a kv_role of kv_producer or kv_both?"
         if finish_reason is None:
             shown = "missing"
@@ -85,6 +87,7 @@ class NothingHandedOver(LegFailed):
         what = f"returned no kv_transfer_params (finish reason {shown}, expected 'length')"
         super().__init__(HTTPStatus.BAD_GATEWAY, "prefill", url, what, detail)
         self.text_ended = finish_reason == "stop"  # with its one token
+        self.details = details
 
 
 class LegRefused(Exception):  # noqa: N818

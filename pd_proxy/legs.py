@@ -208,7 +208,7 @@ class TwoLegs:
                 await self._first_token.send(answer)
         except NothingHandedOver as failure:
             # D has given the transfer up, or is told of its end now: what becomes of the request is for D to say.
-            prefill.text_ended = self._text_ended(failure)
+            prefill.text_ended, prefill.details = self._text_ended(failure), failure.details
             logger.info("%s, for a request that D asks for by name", failure)
         except (LegFailed, LegRefused) as failure:
             prefill.failure = failure

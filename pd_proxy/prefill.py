@@ -74,7 +74,7 @@ def checked_answer(api: Api, url: str, text: bytes) -> Body:
             what = "gave the request up (finish reason 'abort')"
             way_out = "is it told to stop? Start another, or ask again when it is back"
             raise LegFailed(HTTPStatus.SERVICE_UNAVAILABLE, "prefill", url, what, way_out, Retry.ONCE)
-        raise NothingHandedOver(url, reason)
+        raise NothingHandedOver(url, reason, api.figures.of(answer if isinstance(answer, dict) else {}))
     return dict(answer)
 
 

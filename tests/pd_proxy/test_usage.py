@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pd_proxy.usage import CHAT_DETAILS, PromptDetails, corrected
-from tests.support.examples.fake_servers import NAMED_TRANSFER, FakeServer, Received, Script, Wire, opened
+from tests.support.examples.fake_servers import NAMED_TRANSFER, FakeServer, Received, Script, Wire, answers, opened
 from tests.support.examples.served_proxy import ProxySetup
 from tests.support.waiting import until
 
@@ -162,3 +162,16 @@ def test_ps_other_figures_are_taken_too_and_ds_kept(setup: ProxySetup) -> None:
     proxy = setup.proxy([setup.server(prefilled({}, told))], [setup.server(decodes_with_figures)])
     details = json.loads(proxy.complete().content)["usage"]["prompt_tokens_details"]
     assert details == {"cached_tokens": 32, "created_cache_tokens": 68, "multimodal_tokens": {"image": 3}}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_ps_figures_count_though_it_hands_nothing_over(setup: ProxySetup, stream: bool) -> None:
+    """Of a prompt of one token, say: D has nothing to pull, and tells P so while P computes."""
+    usage = {"prompt_tokens_details": {"cached_tokens": 0}}
+    p = setup.server(prefilled({}, usage))
+    proxy = setup.proxy([p], [setup.server(decodes_with_figures)])
+    proxy.complete()
+    kept = {"choices": [{"finish_reason": "length"}], "usage": usage, "kv_transfer_params": None}
+    p.script = answers(200, json.dumps(kept).encode())
+    assert proxy.complete(stream=stream).content == right(STREAM if stream else WHOLE, "0")
+    assert p.received[-1].body["kv_transfer_params"].get("transfer_id"), "both legs went at once"
