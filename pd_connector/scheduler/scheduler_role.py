@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from pd_connector.orders import Orders, Report, WorkerHandshake
@@ -16,6 +17,11 @@ class SchedulerRole:
 
     All methods belong to the scheduler's thread, and none waits for a peer or a device.
     """
+
+    @cached_property
+    def counts(self) -> Counter[tuple[str, str]]:
+        """What has happened since the last ``update_stats``, by metric and label (empty if the metric has none)."""
+        return Counter()
 
     def set_workers(self, handshakes: Sequence[WorkerHandshake]) -> None:
         """Take the workers' handshakes, by the workers' indices. Called again when the caches are registered anew."""
@@ -69,6 +75,9 @@ class SchedulerRole:
 
     def update_stats(self, stats: StatsRecorder) -> None:
         """Record what has happened since the last call."""
+        for (name, label), number in self.counts.items():
+            stats.count(name, number, label)
+        self.counts.clear()
 
     def device_references(self) -> "Counter[int]":
         """Return the number of references to each device block that this role holds, by block id."""

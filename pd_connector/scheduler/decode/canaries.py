@@ -183,7 +183,6 @@ class Canaries(NoCanaries):
         self._references: list[CanaryReference] = []
         self._ended: list[str] = []
         self._tells = False  # in the next step, how one has ended
-        self._counts: Counter[str] = Counter()
 
     def set_workers(self, handshakes: "Sequence[WorkerHandshake]") -> None:
         """Take what all workers have room for. Called again when the caches are registered anew."""
@@ -340,9 +339,7 @@ class Canaries(NoCanaries):
 
     def update_stats(self, stats: StatsRecorder) -> None:
         """Record how canaries have ended, and how many engines are refused."""
-        for outcome, number in self._counts.items():
-            stats.count("canaries", number, outcome)
-        self._counts.clear()
+        super().update_stats(stats)
         refused = sum(verdict is not None and verdict.cause is Cause.CANARY for verdict in self._verdicts.values())
         stats.gauge("peers_refused", refused)
 
@@ -435,17 +432,17 @@ class Canaries(NoCanaries):
         self._release(canary)
         ends, name = canary.ends, canary.key
         if ends.difference and not canary.has_left and not canary.is_same_prompt:
-            self._counts["failed"] += 1
+            self.counts["canaries", "failed"] += 1
             logger.warning(
                 "PDConnector: %s is not proven: what was pulled of request %s differs from what was computed here "
                 "(%s), and its images or embeddings may differ as well. The next prompt from there tries again", name,
                 request_id, ends.difference,
             )  # fmt: skip
         elif ends.difference and not canary.has_left:  # of any rank: one whose pull has failed proves nothing
-            self._counts["differs"] += 1
+            self.counts["canaries", "differs"] += 1
             self._decide(canary.key, self._refuse(name, request_id, ends.difference))
         elif ends.failure:
-            self._counts["failed"] += 1
+            self.counts["canaries", "failed"] += 1
             logger.error(
                 "PDConnector: %s is not proven: request %s could not be pulled beside being computed here, on which "
                 "its answer does not depend: %s", name, request_id, ends.failure,
@@ -454,15 +451,15 @@ class Canaries(NoCanaries):
                 until = math.inf if ends.cause is Cause.INCOMPATIBLE else self._clock() + _RETRY_S
                 self._decide(canary.key, Rejection(ends.cause, ends.failure, until))
         elif canary.has_left:
-            self._counts["left"] += 1
+            self.counts["canaries", "left"] += 1
         elif not ends.samples:
-            self._counts["failed"] += 1
+            self.counts["canaries", "failed"] += 1
             logger.info(
                 "PDConnector: %s is not proven: of request %s, no token that is here was pulled from there. The next "
                 "prompt from there tries again", name, request_id,
             )  # fmt: skip
         else:
-            self._counts["proven"] += 1
+            self.counts["canaries", "proven"] += 1
             self._decide(canary.key, None)
             logger.info(
                 "PDConnector: %s is proven: %d tokens of request %s, pulled from there, agree with what was computed "

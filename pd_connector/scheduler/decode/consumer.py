@@ -25,7 +25,6 @@ engines until they are answered.
 
 import logging
 import uuid
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -112,7 +111,6 @@ class Consumer(SchedulerRole):
         self._ahead = ahead
         self._legs = Legs()
         self._used = SingleUse()  # by the legs that are announced, wait, pull or prove, except followers
-        self._computed_here: Counter[str] = Counter()  # prompts, by cause, since the last update of the statistics
         self._pulls: list[PullOrder] = []
         self._refusals: list[RefuseOrder] = []
         self._warnings = ThrottledWarnings(logger, _WARNING_INTERVAL_S)
@@ -179,7 +177,7 @@ class Consumer(SchedulerRole):
         """Order the pull of ``external_tokens`` tokens into the request's blocks, or cancel the lease if it is 0."""
         leg = self._legs.get(request.request_id)
         if isinstance(leg, Computed):
-            self._computed_here[leg.cause] += 1
+            self.counts["prompts_computed", leg.cause] += 1
             self._legs.drop(request.request_id)
         if not isinstance(leg, Announced | Waiting):
             return 0
@@ -293,11 +291,9 @@ class Consumer(SchedulerRole):
 
     def update_stats(self, stats: StatsRecorder) -> None:
         """Record how many requests wait for prefill engines, and which prompts were computed here."""
+        super().update_stats(stats)
         stats.gauge("transfers_waiting", self._legs.number(Announced))
         stats.gauge("prompts_ahead", len(self._ahead))
-        for cause, number in self._computed_here.items():
-            stats.count("prompts_computed", number, cause)
-        self._computed_here.clear()
 
     def model_changed(self) -> None:
         """Let nobody find states that are being pulled: another model has computed them."""
@@ -460,7 +456,7 @@ class Consumer(SchedulerRole):
             missing -= max((kept.block_tokens for kept in self._retentions if not kept.states), default=1) - 1
         if missing <= 0:
             return
-        self._computed_here[self._why_computed(request, entry, computed_tokens)] += 1
+        self.counts["prompts_computed", self._why_computed(request, entry, computed_tokens)] += 1
 
     def _why_computed(self, request: "Request", entry: "Entry | Announced", computed_tokens: int) -> str:
         match entry:

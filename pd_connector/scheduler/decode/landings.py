@@ -87,8 +87,6 @@ class Landings(SchedulerRole):
         self._under_way: dict[str, _Landing] = {}
         self._orders: list[PullOrder] = []
         self._fell_back: dict[str, _FellBack] = {}  # by request
-        self._counts: Counter[str] = Counter()  # landings by event, since the last update of the statistics
-        self._fallbacks: Counter[str] = Counter()
         #: Landings by event, and prompts without one by reason, all before the last update of the statistics.
         self.totals: Counter[str] = Counter()
 
@@ -145,14 +143,8 @@ class Landings(SchedulerRole):
 
     def update_stats(self, stats: StatsRecorder) -> None:
         """Record how landings have ended, and why there was none."""
-        for event, number in self._counts.items():
-            stats.count("landings", number, event)
-        for reason, number in self._fallbacks.items():
-            stats.count("landing_fallbacks", number, reason)
-        self.totals.update(self._counts)
-        self.totals.update(self._fallbacks)
-        self._counts.clear()
-        self._fallbacks.clear()
+        self.totals.update({label: number for (_, label), number in self.counts.items()})
+        super().update_stats(stats)
         stats.gauge("landings_under_way", self.under_way)
 
     def reset(self) -> bool:
@@ -232,16 +224,16 @@ class Landings(SchedulerRole):
         before = self._fell_back.get(request.request_id)
         self._fell_back[request.request_id] = _FellBack(reason, self._tier.loans.free, computed_tokens)
         if before is None or before.reason is not reason:
-            self._fallbacks[reason] += 1
+            self.counts["landing_fallbacks", reason] += 1
 
     def _end(self, landing: _Landing) -> None:
         request_id, is_wanted = landing.request.request_id, landing.is_wanted
         self._consumer.end_landing(request_id, failed=landing.ends.failed)
         if landing.ends.failed or not is_wanted:
-            self._counts["failed" if landing.ends.failed else "left"] += 1
+            self.counts["landings", "failed" if landing.ends.failed else "left"] += 1
             self._tier.loans.take_back(landing.hit.blocks)
         else:
-            self._counts["landed"] += 1
+            self.counts["landings", "landed"] += 1
             borders = () if landing.ends.lacks_states else landing.borders
             self._tier.landed(landing.request, landing.hit, landing.first_token, borders)
         self._tier.loans.take_back(landing.border_blocks)

@@ -18,7 +18,6 @@ import logging
 import math
 import time
 import uuid
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -35,7 +34,6 @@ from pd_connector.scheduler.decode.canaries import NoCanaries, Standing
 from pd_connector.scheduler.decode.needed_blocks import NeededBlocks
 from pd_connector.scheduler.readers import Readers
 from pd_connector.scheduler.scheduler_role import SchedulerRole
-from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.block_hashes import BlockHashes
 from pd_connector.vllm.cache_specs import Retention
 from pd_connector.vllm.device_blocks import DeviceBlocks, HeldBlocks
@@ -144,8 +142,6 @@ class PeerPrefixes(SchedulerRole):
         self._silent_until: dict[Address, float] = {}
         self._peer_hash_tokens: dict[Address, int] = {}
         self._orders: list[PullOrder] = []
-        self._counts: Counter[str] = Counter()
-        self._tokens = 0
         self._warnings = ThrottledWarnings(logger, _LOG_INTERVAL_S)
 
     def set_workers(self, handshakes: Sequence[WorkerHandshake]) -> None:
@@ -217,14 +213,6 @@ class PeerPrefixes(SchedulerRole):
         """Whether the engine must step even without requests, to learn how pulls end."""
         return bool(self._pulling)
 
-    def update_stats(self, stats: StatsRecorder) -> None:
-        """Record what was asked for, and what came of it."""
-        for event, number in self._counts.items():
-            stats.count("prefixes", number, event)
-        stats.count("prefix_tokens", self._tokens)
-        self._counts.clear()
-        self._tokens = 0
-
     def reset(self) -> bool:
         """Make what is being pulled impossible to find: it is no longer valid."""
         for pulling in self._pulling.values():
@@ -283,7 +271,7 @@ class PeerPrefixes(SchedulerRole):
         for peer in peers:
             self._ask(asking, peer, self._peer_hash_tokens.get(peer, own_tokens))
         self._asking[request.request_id] = self._begun[key] = asking
-        self._counts["asked"] += 1
+        self.counts["prefixes", "asked"] += 1
         return True
 
     def _forget_key(self, begun: "_Asking | _Pulling") -> None:
@@ -338,7 +326,7 @@ class PeerPrefixes(SchedulerRole):
             if offer is not best:
                 self._cancel(offer)
         if best is None or best.remote_num_tokens <= asking.least:
-            self._counts["late" if is_late else "nothing"] += 1
+            self.counts["prefixes", "late" if is_late else "nothing"] += 1
             if best is not None:
                 self._cancel(best)
             return False
@@ -414,14 +402,14 @@ class PeerPrefixes(SchedulerRole):
         request = asking.request
         standing = self._canaries.look(request, remote)
         if standing is Standing.UNTRIED:
-            self._counts["unproven"] += 1
+            self.counts["prefixes", "unproven"] += 1
             self._to_prove[request.request_id] = remote, asking.first
             return False
         end = remote.remote_num_tokens - 1
         tables = [kept.needed_blocks(asking.first, end) for kept in self._groups]
         number = sum(len(numbers) for numbers, _ in tables)
         if standing is not Standing.PROVEN or not self._blocks.has_spare(number):
-            self._counts["unproven" if standing is not Standing.PROVEN else "full"] += 1
+            self.counts["prefixes", "unproven" if standing is not Standing.PROVEN else "full"] += 1
             self._cancel(remote)
             return False
         taken = self._blocks.take(number)
@@ -443,14 +431,14 @@ class PeerPrefixes(SchedulerRole):
     def _end(self, pulling: _Pulling) -> None:
         """Let what has arrived be found, if it is all there, and give the blocks back."""
         if pulling.ends.failed or not pulling.is_wanted:
-            self._counts["failed"] += 1
+            self.counts["prefixes", "failed"] += 1
             if pulling.ends.failed:
                 self._leave_aside(pulling.peer)
         else:
             for group, (first, blocks) in pulling.blocks.items():
                 self._blocks.publish(pulling.request, group, first, blocks, self._groups[group].block_tokens)
-            self._counts["pulled"] += 1
-            self._tokens += pulling.end - pulling.first
+            self.counts["prefixes", "pulled"] += 1
+            self.counts["prefix_tokens", ""] += pulling.end - pulling.first
         self._blocks.give_back(_blocks_of(pulling))
 
 

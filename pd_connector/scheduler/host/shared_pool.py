@@ -18,7 +18,7 @@ import logging
 import math
 import secrets
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -152,8 +152,6 @@ class SharedPool(SchedulerRole):
         self._closed_until = -math.inf
         self._next_id = 0
         self._orders = Orders()
-        self._counts: Counter[tuple[str, str]] = Counter()
-        self._tokens = 0
         host.take_news()  # from now on there are some
 
     # Requests
@@ -170,7 +168,7 @@ class SharedPool(SchedulerRole):
             if self._clock() < fetch.give_up_at:
                 return True
             del self._waiting[request_id]
-            self._counts["pool_prompts", "late"] += 1
+            self.counts["pool_prompts", "late"] += 1
         if self._is_behind(request_id):
             return True
         if request_id in self._asked or self._clock() < self._closed_until:
@@ -216,12 +214,8 @@ class SharedPool(SchedulerRole):
 
     def update_stats(self, stats: StatsRecorder) -> None:
         """Record what was looked up, fetched and put."""
-        for (name, event), number in self._counts.items():
-            stats.count(name, number, event)
-        stats.count("pool_tokens", self._tokens)
+        super().update_stats(stats)
         stats.gauge("pool_works", float(self._clock() >= self._closed_until))
-        self._counts.clear()
-        self._tokens = 0
 
     def reset(self) -> bool:
         """Find nothing any more of what is in the pool: it may be no longer valid, or only for other engines."""
@@ -231,7 +225,7 @@ class SharedPool(SchedulerRole):
             self._forget_key(asking)
         self._asking.clear()
         self._to_put.clear()
-        self._counts["pool_blocks", "refused"] += len(self._once_more)
+        self.counts["pool_blocks", "refused"] += len(self._once_more)
         self._once_more.clear()
         self._known.clear()
         self._host.take_news()
@@ -293,7 +287,7 @@ class SharedPool(SchedulerRole):
             self._lookups.submit(look, _LOOKUP_S),
         )  # fmt: skip
         self._asking[request_id] = self._begun[first] = asking
-        self._counts["pool_prompts", "asked"] += 1
+        self.counts["pool_prompts", "asked"] += 1
         return True
 
     def _is_behind(self, request_id: str) -> bool:
@@ -327,17 +321,17 @@ class SharedPool(SchedulerRole):
         del self._asking[asking.request.request_id]
         self._forget_key(asking)
         if not is_done:
-            self._counts["pool_prompts", "late"] += 1
+            self.counts["pool_prompts", "late"] += 1
             if now - asking.began_at >= _SLOW_S:
                 self._close_for_a_while()
             return False
         if asking.answer.exception() is not None:
-            self._counts["pool_prompts", "failed"] += 1
+            self.counts["pool_prompts", "failed"] += 1
             self._close_for_a_while()
             return False
         tokens = asking.answer.result()
         if tokens <= asking.least:
-            self._counts["pool_prompts", "nothing"] += 1
+            self.counts["pool_prompts", "nothing"] += 1
             self._forget(key for of_group in asking.keys.values() for key in of_group)
             return False
         return self._begin_fetch(asking, tokens)
@@ -372,7 +366,7 @@ class SharedPool(SchedulerRole):
         before = hit.blocks if hit is not None else ()
         hosts = self._loans.lend(before, len(entries)) if entries else None
         if hosts is None:
-            self._counts["pool_prompts", "full" if entries else "nothing"] += 1
+            self.counts["pool_prompts", "full" if entries else "nothing"] += 1
             return False
         takes_s = self._rate.seconds_for(end - asking.least)
         fetch = _Fetch(
@@ -406,10 +400,10 @@ class SharedPool(SchedulerRole):
             group, number = fetch.entries[run[0]]
             self._host.publish_at(fetch.request, group, number, tuple(fetch.hosts[index] for index in run))
         hit = self._host.find(fetch.request, fetch.first)
-        self._tokens += max(fetch.first + hit.tokens - fetch.held, 0) if hit is not None else 0
-        self._counts["pool_prompts", "failed" if fetch.ends.failed else "fetched"] += 1
-        self._counts["pool_blocks", "fetched"] += len(came)
-        self._counts["pool_blocks", "gone"] += len(fetch.entries) - len(came)
+        self.counts["pool_tokens", ""] += max(fetch.first + hit.tokens - fetch.held, 0) if hit is not None else 0
+        self.counts["pool_prompts", "failed" if fetch.ends.failed else "fetched"] += 1
+        self.counts["pool_blocks", "fetched"] += len(came)
+        self.counts["pool_blocks", "gone"] += len(fetch.entries) - len(came)
         self._forget(fetch.keys[last - number] for number in fetch.ends.missing)
         self._loans.take_back((*fetch.before, *fetch.hosts))
 
@@ -423,7 +417,7 @@ class SharedPool(SchedulerRole):
             if key in self._once_more:
                 continue
             if len(self._to_put) == _MAX_TO_PUT:
-                self._counts["pool_blocks", "left"] += 1  # not those before: without them, it would be useless
+                self.counts["pool_blocks", "left"] += 1  # not those before: without them, it would be useless
                 continue
             self._to_put.append(key)
 
@@ -433,7 +427,7 @@ class SharedPool(SchedulerRole):
         once_more = self._once_more.intersection(taken)
         self._once_more -= once_more
         held = [(key, host) for key, host in zip(taken, self._host.holding(tuple(taken)), strict=True) if host]
-        self._counts["pool_blocks", "refused"] += len(once_more.difference(key for key, _ in held))
+        self.counts["pool_blocks", "refused"] += len(once_more.difference(key for key, _ in held))
         if not held:
             return
         keys, hosts = zip(*held, strict=True)
@@ -448,7 +442,7 @@ class SharedPool(SchedulerRole):
             self._close_for_a_while()
         last = len(put.keys) - 1
         missing = {put.keys[last - number] for number in put.ends.missing}
-        self._counts["pool_blocks", "put"] += len(put.keys) - len(put.ends.missing)
+        self.counts["pool_blocks", "put"] += len(put.keys) - len(put.ends.missing)
         is_valid = put.namespace == self._namespace
         for key in put.keys:
             if key not in missing:
@@ -458,7 +452,7 @@ class SharedPool(SchedulerRole):
                 self._to_put.insert(0, key)  # behind all others: the pool makes room meanwhile
                 self._once_more.add(key)
             else:
-                self._counts["pool_blocks", "refused"] += 1
+                self.counts["pool_blocks", "refused"] += 1
 
     def _know(self, key: "BlockHashWithGroupId") -> None:
         """Note that a block need not be put again."""

@@ -97,8 +97,6 @@ class HostTier(SchedulerRole):
         self._has_allocated = False  # whether a request was given blocks since the last step
         self._ordered_loads: list[LoadOrder] = []
         self._next_store = 0
-        self._tokens_loaded = 0  # since the last update of the statistics, as are the blocks
-        self._blocks_stored = 0
         self._quarantined_slots: set[int] = set()  # never used again: a failed copy may still write to them
 
     # Requests
@@ -232,9 +230,7 @@ class HostTier(SchedulerRole):
 
     def update_stats(self, stats: StatsRecorder) -> None:
         """Record what was loaded and stored, and how full host memory is."""
-        stats.count("host_tokens", self._tokens_loaded)
-        stats.count("host_blocks", self._blocks_stored)
-        self._tokens_loaded = self._blocks_stored = 0
+        super().update_stats(stats)
         stats.gauge("host_blocks_cached", self._pool.cached)
         # All in use but by stores: of leases, landings, and requests that wait for blocks or are being loaded.
         lost = len(self._quarantined_slots) + self.loans.lost
@@ -326,7 +322,7 @@ class HostTier(SchedulerRole):
             load = self._loads.pop(request_id, None)
             if load is not None:
                 self._let_go(load.hit, load.landed)
-                self._tokens_loaded += 0 if request_id in failed else load.tokens
+                self.counts["host_tokens", ""] += 0 if request_id in failed else load.tokens
 
     def _choose_stores(self, scheduled: Mapping[str, int]) -> None:
         """Choose the blocks to store.
@@ -471,7 +467,7 @@ class HostTier(SchedulerRole):
     def _end_job(self, job: _StoreJob) -> None:
         self._forget_keys(job.stores)
         if not (job.ends.failed or job.abandoned):
-            self._blocks_stored += self._pool.publish(job.stores)
+            self.counts["host_blocks", ""] += self._pool.publish(job.stores)
         if job.ends.unsettled:
             self._quarantined_slots.update(slot_of(store.host) for store in job.stores)
         if not job.abandoned:

@@ -89,8 +89,6 @@ class LeaseMoves(SchedulerRole):
         self._next_store = -1
         self._rests_until = 0.0
         self._too_large = math.inf  # until then, leases of so many blocks and more stay where they are
-        self._events: Counter[str] = Counter()
-        self._copied = self._present = 0  # blocks, since the last update of the statistics
         #: Leases by what became of their move, and blocks ``copied`` and ``present``, all before the last such update.
         self.totals: Counter[str] = Counter()
         self._warnings = ThrottledWarnings(logger, _LOG_INTERVAL_S)
@@ -143,15 +141,8 @@ class LeaseMoves(SchedulerRole):
 
     def update_stats(self, stats: StatsRecorder) -> None:
         """Record which leases have moved and why, which have not, and how many lie in host memory."""
-        for event, number in self._events.items():
-            stats.count("lease_moves", number, event)
-        self.totals.update(self._events)
-        self._events.clear()
-        blocks = {"copied": self._copied, "present": self._present}
-        for event, number in blocks.items():
-            stats.count("lease_blocks_moved", number, event)
-        self.totals.update(blocks)
-        self._copied = self._present = 0
+        self.totals.update({label: number for (_, label), number in self.counts.items()})
+        super().update_stats(stats)
         stats.gauge("leases_in_host", self._leases.in_host_memory)
 
     def check_integrity(self) -> None:
@@ -200,7 +191,7 @@ class LeaseMoves(SchedulerRole):
                 continue
             loan = tier.loans.lend_for_copies(held)
             if loan is None:
-                self._events["full"] += 1
+                self.counts["lease_moves", "full"] += 1
                 self._stays(len(held), tier.slots)
                 continue
             begun.append(MovingLease(lease, why, loan, ids_of(held)))
@@ -232,10 +223,10 @@ class LeaseMoves(SchedulerRole):
         assert self._tier is not None, "a lease has moved to host memory that nobody knows"
         self._moves.pop(move.lease_id, None)
         if move.end(self._leases, self._blocks, self._tier.loans, ends):
-            self._copied += move.copied
-            self._present += len(move.blocks) - move.copied
-            self._events[move.why] += 1
+            self.counts["lease_blocks_moved", "copied"] += move.copied
+            self.counts["lease_blocks_moved", "present"] += len(move.blocks) - move.copied
+            self.counts["lease_moves", move.why] += 1
         elif ends.failed:
-            self._events["failed"] += 1
+            self.counts["lease_moves", "failed"] += 1
         else:
-            self._events["read" if self._leases.still_valid([move.lease_id]) else "ended"] += 1
+            self.counts["lease_moves", "read" if self._leases.still_valid([move.lease_id]) else "ended"] += 1
