@@ -1,15 +1,18 @@
 """What the roles of an engine (prefill for others, pull from others, host memory) offer to the scheduler side."""
 
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from pd_connector.orders import Orders, Report, WorkerHandshake
 from pd_connector.stats import StatsRecorder
 
 if TYPE_CHECKING:
     from pd_connector.vllm.types import KVCacheBlocks, KVCacheEvent, Request
+
+logger = logging.getLogger(__name__)
 
 
 class SchedulerRole:
@@ -98,3 +101,27 @@ class SchedulerRole:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books balance."""
+
+
+class _OnRanks(Protocol):
+    ends: Any  # the sum of what ranks have reported, with their number as ``ranks``
+
+
+_Name = TypeVar("_Name", str, int)
+_Work = TypeVar("_Work", bound=_OnRanks)
+
+
+def ended(under_way: dict[_Name, _Work], report: Mapping[_Name, Any], ranks: int, what: str) -> list[_Work]:
+    """Add what ranks ``report`` to the work under way; remove from there, and return, what all ``ranks`` have reported.
+
+    ``what`` the work is, for the log, which tells of what is reported and not under way.
+    """
+    done = []
+    for name, ends in report.items():
+        if (work := under_way.get(name)) is None:
+            logger.error("PDConnector: ignored that %s %s ended twice, which is a bug", what, name)
+            continue
+        work.ends += ends
+        if work.ends.ranks >= ranks:
+            done.append(under_way.pop(name))
+    return done

@@ -30,7 +30,7 @@ from layout.scratch import STATES, blocks_holding
 from layout.states import running_entry
 from pd_connector.orders import CanaryEnds, CanaryReference, CanaryRoom, Cause, Orders, PullOrder, Report
 from pd_connector.params import RemotePrefill
-from pd_connector.scheduler.scheduler_role import SchedulerRole
+from pd_connector.scheduler.scheduler_role import SchedulerRole, ended
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.cache_specs import Retention
 from pd_connector.vllm.device_blocks import DeviceBlocks
@@ -287,16 +287,12 @@ class Canaries(NoCanaries):
 
     def settled(self, request_ids: set[str], failed: set[str], report: Report) -> None:
         """End the canaries that all ranks have reported."""
+        for canary in ended(self._under_way, report.canaries, self._ranks, "canary"):
+            self._end(canary)
         for request_id, ends in report.canaries.items():
-            canary = self._under_way.get(request_id)
-            if canary is None:
-                logger.error("PDConnector: ignored that the canary %s ended twice, which is a bug", request_id)
-                continue
-            canary.ends += ends
-            if canary.ends.ranks >= self._ranks:
-                self._end(request_id, canary)
-            elif ends.failure and self._is_open(canary):
-                self._leave(canary)  # ranks whose pull has not failed wait for what is computed here
+            others = self._under_way.get(request_id)
+            if ends.failure and others is not None and self._is_open(others):
+                self._leave(others)  # ranks whose pull has not failed wait for what is computed here
 
     def finish(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> None:
         """Forget a request that has ended. What was computed of a canary is kept until it has been compared."""
@@ -423,8 +419,8 @@ class Canaries(NoCanaries):
             self._blocks.manager.block_pool.free_blocks(reversed(canary.held))
             canary.held = ()
 
-    def _end(self, request_id: str, canary: _Canary) -> None:
-        del self._under_way[request_id]
+    def _end(self, canary: _Canary) -> None:
+        request_id = canary.request.request_id
         self._references = [each for each in self._references if each.request_id != request_id]
         self._free.append(canary.area)
         self._ended += [request_id] if canary.is_decode_leg else []

@@ -29,7 +29,7 @@ from pd_connector.scheduler.block_demand import BlockDemand
 from pd_connector.scheduler.decode.consumer import Consumer
 from pd_connector.scheduler.host.landed_prompts import BorderBlocks
 from pd_connector.scheduler.host.tier import HostTier
-from pd_connector.scheduler.scheduler_role import SchedulerRole
+from pd_connector.scheduler.scheduler_role import SchedulerRole, ended
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.block_pools import HostHit
 from pd_connector.vllm.device_blocks import HeldBlocks
@@ -114,15 +114,8 @@ class Landings(SchedulerRole):
 
     def settled(self, request_ids: set[str], failed: set[str], report: Report) -> None:
         """End the landings that all ranks have reported."""
-        for request_id, ends in report.landings.items():
-            landing = self._under_way.get(request_id)
-            if landing is None:
-                logger.error("PDConnector: ignored that the landing of %s ended twice, which is a bug", request_id)
-                continue
-            landing.ends += ends
-            if landing.ends.ranks >= self._ranks:
-                del self._under_way[request_id]
-                self._end(landing)
+        for landing in ended(self._under_way, report.landings, self._ranks, "the landing of"):
+            self._end(landing)
 
     def finish(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> None:
         """Forget a request. Its landing goes on to the end, for nobody."""

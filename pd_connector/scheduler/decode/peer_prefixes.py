@@ -33,7 +33,7 @@ from pd_connector.scheduler.compute_rate import ComputeRate
 from pd_connector.scheduler.decode.canaries import NoCanaries, Standing
 from pd_connector.scheduler.decode.needed_blocks import NeededBlocks
 from pd_connector.scheduler.readers import Readers
-from pd_connector.scheduler.scheduler_role import SchedulerRole
+from pd_connector.scheduler.scheduler_role import SchedulerRole, ended
 from pd_connector.vllm.block_hashes import BlockHashes
 from pd_connector.vllm.cache_specs import Retention
 from pd_connector.vllm.device_blocks import DeviceBlocks, HeldBlocks
@@ -184,17 +184,10 @@ class PeerPrefixes(SchedulerRole):
 
     def settled(self, request_ids: set[str], failed: set[str], report: Report) -> None:
         """End the pulls that all ranks have reported."""
-        for pull_id, ends in report.prefixes.items():
-            pulling = self._pulling.get(pull_id)
-            if pulling is None:
-                logger.error("PDConnector: ignored that the pull of prefix %s ended twice, which is a bug", pull_id)
-                continue
-            pulling.ends += ends
-            if pulling.ends.ranks >= self._ranks:
-                del self._pulling[pull_id]
-                self._waiting.pop(pulling.request.request_id, None)
-                self._forget_key(pulling)
-                self._end(pulling)
+        for pulling in ended(self._pulling, report.prefixes, self._ranks, "the pull of prefix"):
+            self._waiting.pop(pulling.request.request_id, None)
+            self._forget_key(pulling)
+            self._end(pulling)
 
     def finish(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> None:
         """Forget a request. A pull for it goes on: others may find the prefix."""

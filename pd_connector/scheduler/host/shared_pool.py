@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -33,7 +33,7 @@ from pd_connector.params import is_decode_leg
 from pd_connector.scheduler.compute_rate import ComputeRate
 from pd_connector.scheduler.host.loans import HostLoans
 from pd_connector.scheduler.host.pool_lookups import longest_prefix
-from pd_connector.scheduler.scheduler_role import SchedulerRole
+from pd_connector.scheduler.scheduler_role import SchedulerRole, ended
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.block_pools import BlockKeys, HostBlockPool, group_and_hash, slots_of
 from pd_connector.vllm.cache_specs import Retention
@@ -92,9 +92,6 @@ class _Put:
     hosts: HeldBlocks  # lent
     ends: PoolEnds
     once_more: "set[BlockHashWithGroupId]"  # those that were not kept before
-
-
-U = TypeVar("U", _Fetch, _Put)
 
 
 class SharedPool(SchedulerRole):
@@ -184,19 +181,11 @@ class SharedPool(SchedulerRole):
 
     def settled(self, request_ids: set[str], failed: set[str], report: Report) -> None:
         """End the fetches and puts that all ranks have reported."""
-        self._settle(self._fetches, report.fetches, self._end_fetch)
-        self._settle(self._puts, report.puts, self._end_put)
+        for fetch in ended(self._fetches, report.fetches, self._ranks, "the pool's fetch"):
+            self._end_fetch(fetch)
+        for put in ended(self._puts, report.puts, self._ranks, "the pool's put"):
+            self._end_put(put)
         self._remember_news()  # an engine without requests steps only for what is known to be put
-
-    def _settle(self, under_way: dict[int, U], ends: Mapping[int, PoolEnds], end: Callable[[U], None]) -> None:
-        for pool_id, new in ends.items():
-            if (one := under_way.get(pool_id)) is None:
-                logger.error("PDConnector: ignored that order %d for the pool ended twice, which is a bug", pool_id)
-                continue
-            one.ends += new
-            if one.ends.ranks >= self._ranks:
-                del under_way[pool_id]
-                end(one)
 
     def finish(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> None:
         """Forget a request. A fetch for it goes on: others may find the prefix."""

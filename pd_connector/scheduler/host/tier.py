@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Literal
 from pd_connector.orders import BlockMoves, LoadOrder, Orders, Report, StoreEnds, StoreOrder
 from pd_connector.scheduler.host.landed_prompts import BorderBlocks, LandedPrompt, LandedPrompts
 from pd_connector.scheduler.host.loans import HostLoans
-from pd_connector.scheduler.scheduler_role import SchedulerRole
+from pd_connector.scheduler.scheduler_role import SchedulerRole, ended
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.block_pools import BlockKeys, Candidate, HostBlockPool, HostHit, Store, request_blocks, slot_of
 from pd_connector.vllm.requests import waits_for_tokens
@@ -160,7 +160,9 @@ class HostTier(SchedulerRole):
     def settled(self, request_ids: set[str], failed: set[str], report: Report) -> None:
         """End the loads of these requests, and the stores that all ranks have reported."""
         self._end_loads(request_ids, failed)
-        self._end_stores(report.stores)
+        stores = {store_id: ends for store_id, ends in report.stores.items() if store_id >= 0}  # others move leases
+        for job in ended(self._jobs, stores, self._ranks, "store"):
+            self._end_job(job)
 
     def finish(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> None:
         """Forget a request. Its load, if any, goes on; in eager mode, its full blocks not stored yet are stored."""
@@ -369,19 +371,6 @@ class HostTier(SchedulerRole):
             self._ready = [store for store in self._ready if store.is_right]
             self._forget_keys(wrong)
             self._pool.finish_stores(wrong)
-
-    def _end_stores(self, ends: Mapping[int, StoreEnds]) -> None:
-        for store_id, new in ends.items():
-            if store_id < 0:
-                continue  # of a lease that moves
-            job = self._jobs.get(store_id)
-            if job is None:
-                logger.error("PDConnector: ignored that store %d ended twice, which is a bug", store_id)
-                continue
-            job.ends += new
-            if job.ends.ranks >= self._ranks:
-                del self._jobs[store_id]
-                self._end_job(job)
 
     def _stores(self) -> Iterator[Store]:
         """Return all stores that are chosen or under way."""

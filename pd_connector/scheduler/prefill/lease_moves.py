@@ -26,7 +26,7 @@ from pd_connector.scheduler.host.tier import HostTier
 from pd_connector.scheduler.prefill.checksum_table import ChecksumTable
 from pd_connector.scheduler.prefill.leases import LeaseTable, MovableLease
 from pd_connector.scheduler.prefill.moving_lease import MovingLease, block_moves, device_blocks
-from pd_connector.scheduler.scheduler_role import SchedulerRole
+from pd_connector.scheduler.scheduler_role import SchedulerRole, ended
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.block_pools import HostBlocks, Leased
 from pd_connector.vllm.device_blocks import DeviceBlocks, ids_of
@@ -117,13 +117,8 @@ class LeaseMoves(SchedulerRole):
 
     def settled(self, request_ids: set[str], failed: set[str], report: Report) -> None:
         """End the moves whose copies all ranks have reported."""
-        for store_id, ends in report.stores.items():
-            if (copy := self._copies.get(store_id)) is None:
-                continue
-            copy.ends += ends
-            if copy.ends.ranks < self._ranks:
-                continue
-            del self._copies[store_id]
+        stores = {store_id: ends for store_id, ends in report.stores.items() if store_id < 0}  # not of the host tier
+        for copy in ended(self._copies, stores, self._ranks, "store"):
             if copy.ends.failed:
                 self._rest(0)
             for move in copy.moves:
