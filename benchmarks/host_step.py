@@ -264,7 +264,7 @@ def landing(clock: Clock, blocks: int, prompts: int = 16) -> tuple[list[float], 
     for _ in range(prompts):
         request = engine.new_request(blocks * BLOCK_TOKENS - 1)
         engine.tier.add(request)
-        timed(begin, partial(landings.must_land, request, 0))
+        timed(begin, partial(landings.must_wait, request, 0))
         assert landings.under_way
         landings.step_orders({})
         ended = Report(landings={request.request_id: RankEnds(1)})

@@ -96,7 +96,7 @@ class RequestAdmission(SchedulerRole):
         self._is_short = False  # whether the last step ended with a request that was not given blocks
         self._stalled_since: float | None = None  # when requests began to wait without any of them getting blocks
 
-    def must_wait(self, request: "Request") -> bool:
+    def must_wait(self, request: "Request", computed_tokens: int) -> bool:
         """Return whether others go first, or leases would exceed their share."""
         has_failed = request.request_id in self._failed
         if has_failed:

@@ -23,7 +23,6 @@ from pd_connector.scheduler.decode.subscriptions import FollowLimits, Subscripti
 from pd_connector.scheduler.external_loads import ExternalLoads
 from pd_connector.scheduler.host.pool_start import open_host_tier, open_shared_pool
 from pd_connector.scheduler.host.prompt_slots import PromptSlots
-from pd_connector.scheduler.host.shared_pool import SharedPool
 from pd_connector.scheduler.host.tier import HostTier
 from pd_connector.scheduler.host_log import HostLog
 from pd_connector.scheduler.prefill.drain import Drain
@@ -147,8 +146,6 @@ class ConnectorScheduler:
         self._host_log = HostLog(leases, clock)
         self._admission = self._make_admission(leases)
         self._rate = ComputeRate(clock)
-        self._pool: SharedPool | None = None  # None until workers are known, or if there is none
-        self._peer_prefixes = self._make_peer_prefixes(keys) if config.peers is not None else None
         self._add_roles(leases, keys)
 
     def _add_roles(self, leases: LeaseTable[Leased], keys: ControlKeys | None) -> None:
@@ -166,9 +163,10 @@ class ConnectorScheduler:
             self._roles.append(self._admission)
         if type(self._canaries) is not NoCanaries:
             self._roles.append(self._canaries)
-        if self._peer_prefixes is not None or self._config.pool is not None:
+        peer_prefixes = self._make_peer_prefixes(keys) if self._config.peers is not None else None
+        if peer_prefixes is not None or self._config.pool is not None:
             self._roles.append(PromptTimes(self._rate))
-        self._roles += [role for role in (consumer, self._peer_prefixes) if role is not None]
+        self._roles += [role for role in (consumer, peer_prefixes) if role is not None]
 
     def bind_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
         """Take the manager of the engine's blocks. Called while the engine core constructs its scheduler."""
@@ -206,14 +204,7 @@ class ConnectorScheduler:
         """Return how many tokens beyond ``computed_tokens`` will be loaded or pulled; None if not known yet."""
         if self._waits_for_workers:
             return None  # a prompt that is computed now could be neither leased nor stored
-        for role in self._roles:
-            if role.must_wait(request):
-                return None
-        if self._landings is not None and self._landings.must_land(request, computed_tokens):
-            return None
-        if self._peer_prefixes is not None and self._peer_prefixes.must_wait_for(request, computed_tokens):
-            return None
-        if self._pool is not None and self._pool.must_wait_for(request, computed_tokens):
+        if any(role.must_wait(request, computed_tokens) for role in self._roles):
             return None
         for role in self._roles:
             role.free_blocks()
@@ -360,15 +351,15 @@ class ConnectorScheduler:
             )
             self._roles.insert(1, tier)
             if self._config.pool is not None and not self._unshared:
-                self._pool = open_shared_pool(
+                pool = open_shared_pool(
                     self._config, blocks, tier.loans, self._retentions, in_order, self._hashes, self._rate, self._clock
                 )  # fmt: skip
-                self._roles.append(self._pool)
+                self._roles.append(pool)
             if (mode := self._config.host_transfers) != "off":
                 self._check_holds_a_prompt(tier)
                 if self._consumer is not None:
                     self._landings = self._make_landings(mode, tier, self._consumer, len(in_order))
-                    self._roles.insert(1, self._landings)
+                    self._roles.insert(self._roles.index(self._consumer) + 1, self._landings)
             if self._moves is not None and self._prompt_slots is not None:
                 self._moves.use(tier, len(in_order))
                 self._prompt_slots.use(tier)

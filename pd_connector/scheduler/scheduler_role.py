@@ -35,8 +35,11 @@ class SchedulerRole:
     def free_blocks(self) -> None:
         """Free device blocks that are no longer needed. Called before vLLM allocates blocks, and in every step."""
 
-    def must_wait(self, request: "Request") -> bool:
-        """Return whether a request must not be given blocks in this step."""
+    def must_wait(self, request: "Request", computed_tokens: int) -> bool:
+        """Return whether a request must not be given blocks in this step; begin what it is to wait for.
+
+        ``computed_tokens``: those that the device holds already.
+        """
         return False
 
     def missing_tokens(self, request: "Request", computed_tokens: int) -> int:

@@ -145,7 +145,7 @@ class Consumer(SchedulerRole):
             cause = entry.cause if isinstance(entry, Refused) else ComputedHere.PROMPT
             self._legs.put(request.request_id, Computed(cause))
 
-    def must_wait(self, request: "Request") -> bool:
+    def must_wait(self, request: "Request", computed_tokens: int) -> bool:
         """Return whether a prefill engine or another request has to go on first with what this one needs."""
         match self._legs.get(request.request_id):
             case Waiting(Follower(key)):

@@ -90,7 +90,7 @@ class Landings(SchedulerRole):
         #: Landings by event, and prompts without one by reason, all before the last update of the statistics.
         self.totals: Counter[str] = Counter()
 
-    def must_land(self, request: "Request", computed_tokens: int) -> bool:
+    def must_wait(self, request: "Request", computed_tokens: int) -> bool:
         """Return whether a request must wait for its prompt to arrive in host memory; begin that if it can be.
 
         ``computed_tokens``: those that the device holds already.

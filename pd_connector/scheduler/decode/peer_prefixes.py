@@ -149,7 +149,7 @@ class PeerPrefixes(SchedulerRole):
         self._ranks = len(handshakes)
         self._needed.set_layers(layers_by_group([handshake.geometry for handshake in handshakes]))
 
-    def must_wait_for(self, request: "Request", computed_tokens: int) -> bool:
+    def must_wait(self, request: "Request", computed_tokens: int) -> bool:
         """Return whether a request must wait for what peers hold of its prompt; ask them, if they have not been.
 
         ``computed_tokens``: those that the device holds already.

@@ -153,7 +153,7 @@ class SharedPool(SchedulerRole):
 
     # Requests
 
-    def must_wait_for(self, request: "Request", computed_tokens: int) -> bool:
+    def must_wait(self, request: "Request", computed_tokens: int) -> bool:
         """Return whether a request must wait for what the pool holds of its prompt; look it up, if that is new.
 
         ``computed_tokens``: those that the device holds already.

@@ -136,7 +136,7 @@ def test_a_reader_is_looked_for_once_a_request(world: World, monkeypatch: pytest
     prefill.ask(request)
     _, waiting = prefill.requests["r-d"]
     peers = prefill.role_of(PeerPrefixes)
-    assert not any(peers.must_wait_for(waiting, 0) for _ in range(3))
+    assert not any(peers.must_wait(waiting, 0) for _ in range(3))
     world.run(1.0)
     assert request.ended == "finished"
     assert looked == [len(FIRST) // BLOCK]

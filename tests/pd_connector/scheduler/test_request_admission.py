@@ -328,9 +328,9 @@ def test_only_what_finds_no_blocks_lets_those_pass_whose_tokens_have_arrived(wor
     admission.awaits_tokens(arrived)
     admission.settled({"arrived"}, set(), Report())
     admission.step_orders({})
-    assert [admission.must_wait(each) for each in (small, large)] == [False, True]
+    assert [admission.must_wait(each, 0) for each in (small, large)] == [False, True]
     admission.finish(arrived, ())
-    assert not admission.must_wait(large)
+    assert not admission.must_wait(large, 0)
 
 
 def test_one_whose_tokens_have_not_come_after_all_does_not_wait_for_itself(world: World) -> None:
@@ -341,11 +341,11 @@ def test_one_whose_tokens_have_not_come_after_all_does_not_wait_for_itself(world
     admission.awaits_tokens(failed)
     admission.settled({"failed"}, {"failed"}, Report())
     admission.step_orders({})
-    assert [admission.must_wait(each) for each in (failed, large)] == [False, True]
+    assert [admission.must_wait(each, 0) for each in (failed, large)] == [False, True]
     admission.awaits_tokens(arrived)
     admission.settled({"arrived"}, set(), Report())
     admission.step_orders({})
-    assert admission.must_wait(failed)
+    assert admission.must_wait(failed, 0)
 
 
 # Prompts whose tokens have not come after all
@@ -364,16 +364,16 @@ def test_of_two_that_have_failed_only_the_one_without_blocks_lets_the_other_pass
         admission.awaits_tokens(each)
     admission.settled({"a", "b", "c"}, {"a", "b", "c"}, Report())
     admission.step_orders({})
-    assert [admission.must_wait(each) for each in (one, small, other, one)] == [True, False, False, False]
+    assert [admission.must_wait(each, 0) for each in (one, small, other, one)] == [True, False, False, False]
     admission.check_integrity()
     admission.finish(other, ())
     admission.awaits_tokens(other)
     admission.settled({"b"}, set(), Report())
     admission.step_orders({})
-    assert [admission.must_wait(each) for each in (one, small)] == [True, False]
+    assert [admission.must_wait(each, 0) for each in (one, small)] == [True, False]
     demand.asked(small)
     demand.end_step()
-    assert admission.must_wait(small), "vLLM found no blocks for it, whatever was counted"
+    assert admission.must_wait(small, 0), "vLLM found no blocks for it, whatever was counted"
 
 
 @since((0, 32), "checkpoints of Mamba2 layers")

@@ -56,7 +56,7 @@ class Recorded(SchedulerRole):
     def free_blocks(self) -> None:
         self.note("free")
 
-    def must_wait(self, request: Any) -> bool:
+    def must_wait(self, request: Any, computed_tokens: int) -> bool:
         return self.waits
 
     def missing_tokens(self, request: Any, computed_tokens: int) -> int:

@@ -12,6 +12,7 @@ import pytest
 from layout.geometry import WorkerGeometry
 from pd_connector.config import ConfigError
 from pd_connector.orders import WorkerHandshake
+from pd_connector.scheduler.decode.peer_prefixes import PeerPrefixes
 from pd_connector.scheduler.prefill.producer import Producer
 from pd_connector.scheduler.scheduler import ConnectorScheduler
 from pd_connector.vllm.cache_specs import Retention
@@ -98,7 +99,8 @@ def test_prefixes_that_are_not_shared_are_neither_lent_nor_asked_for(
     monkeypatch.setattr("pd_connector.scheduler.scheduler.unshared_prefixes", lambda config, groups: reason)
     side = side_of("kv_both", serve_prefixes=True, peers=["127.0.0.1:1"])
     producer = next(role for role in side._roles if isinstance(role, Producer))
-    assert (side._peer_prefixes is None, not producer.serves_prefixes_at) == (bool(reason), bool(reason))
+    asks = any(isinstance(role, PeerPrefixes) for role in side._roles)
+    assert (not asks, not producer.serves_prefixes_at) == (bool(reason), bool(reason))
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ class Decode:
 
     def asks(self, request: FakeRequest, computed: int = 0) -> int | None:
         """What vLLM learns when it looks at a waiting request: None, or how many tokens will be pulled."""
-        waits = self.consumer.must_wait(request)
+        waits = self.consumer.must_wait(request, computed)
         self.consumer.check_integrity()
         if waits:
             return None

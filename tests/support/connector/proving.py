@@ -63,7 +63,7 @@ class ProvingDecode:
 
     def asks(self, request: FakeRequest, computed: int = 0) -> int | None:
         """What vLLM learns of a waiting request: None, or how many tokens will be pulled."""
-        if self.consumer.must_wait(request):
+        if self.consumer.must_wait(request, computed):
             self.check()
             return None
         return self.consumer.missing_tokens(request, computed)

@@ -79,7 +79,7 @@ class LandingEngine:
     def ask(self, name: str, computed: int = 0) -> tuple[int, int] | None:
         """Tokens to load and to pull to the device; None if the request is to wait."""
         request = self.requests[name]
-        if self.landings.must_land(request, computed):
+        if self.landings.must_wait(request, computed):
             self.step()
             return None
         loaded = self.tier.missing_tokens(request, computed)

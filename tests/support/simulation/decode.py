@@ -315,7 +315,7 @@ class DecodeSim:
         """vLLM looks at a waiting request, of which its prefix cache holds some blocks, and makes a step."""
         assert job.state is DecodeState.WAITING
         cached = min(cached_blocks, (job.prompt.tokens - 1) // TOKENS_PER_BLOCK)
-        if self.consumer.must_wait(job.request):
+        if self.consumer.must_wait(job.request, cached * TOKENS_PER_BLOCK):
             return
         self.demand.asked(job.request)
         missing = self.consumer.missing_tokens(job.request, cached * TOKENS_PER_BLOCK)

@@ -301,14 +301,14 @@ def test_a_request_whose_lease_is_in_use_waits_until_that_pull_has_settled(
     under_test: ConsumerUnderTest, shared: tuple[FakeRequest, FakeRequest]
 ) -> None:
     first, second = shared
-    assert under_test.consumer.must_wait(second)
-    assert not under_test.consumer.must_wait(first)
+    assert under_test.consumer.must_wait(second, 0)
+    assert not under_test.consumer.must_wait(first, 0)
     assert under_test.consumer.missing_tokens(first, 0) == 69
     under_test.consumer.start_pull(first, BLOCKS, 69)
-    assert under_test.consumer.must_wait(second)
+    assert under_test.consumer.must_wait(second, 0)
     assert [order.request_id for order in under_test.pulls()] == ["first"]
     under_test.consumer.settle("first")
-    assert not under_test.consumer.must_wait(second)
+    assert not under_test.consumer.must_wait(second, 0)
     assert under_test.consumer.missing_tokens(second, 64) == 0
     under_test.consumer.start_pull(second, BLOCKS, 0)
     assert under_test.pulls() == ()

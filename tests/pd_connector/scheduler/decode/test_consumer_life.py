@@ -64,7 +64,7 @@ class ConsumerLife(RuleBasedStateMachine):
 
     @rule(target=pulling, request=consumes(waiting), computed=st.integers(0, 6))
     def allocate(self, request: FakeRequest, computed: int) -> Any:
-        waits = self.consumer.must_wait(request)
+        waits = self.consumer.must_wait(request, 16 * computed)
         missing = self.consumer.missing_tokens(request, 16 * computed)
         if (lease_id := self.following.get(request.request_id)) is not None:
             assert missing == 0

@@ -200,7 +200,7 @@ def test_a_prompt_of_another_request_is_not_followed_to_its_end(
     request = a_named_request("r")
     decode.add(request)
     decode.answer(computing(16, prompt_digest="00ff"))
-    assert not decode.consumer.must_wait(request)
+    assert not decode.consumer.must_wait(request, 0)
     assert decode.consumer._subscriptions.pulled == frozenset()
     assert decode.consumer._subscriptions.request_ids == frozenset()
     decode.refusal(request)

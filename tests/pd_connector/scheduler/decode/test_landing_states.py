@@ -52,7 +52,7 @@ class LandingOfStates:
         return request
 
     def land(self, request: Any) -> PullOrder:
-        assert self.landings.must_land(request, 0)
+        assert self.landings.must_wait(request, 0)
         (order,) = self.landings.step_orders({}).landings
         return order
 

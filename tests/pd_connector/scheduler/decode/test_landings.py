@@ -13,7 +13,7 @@ TOKENS, NEEDED = 41, 3
 def test_a_prompt_lands_and_is_given_to_its_request_to_the_last_token() -> None:
     engine = LandingEngine()
     request = engine.arrive("r")
-    assert engine.landings.must_land(request, 0)
+    assert engine.landings.must_wait(request, 0)
     (order,) = engine.landings.step_orders({}).landings
     engine.begin_landing(order)
     assert (order.first_token, order.end_token) == (0, TOKENS - 1)
@@ -41,7 +41,7 @@ def test_what_a_window_will_have_passed_does_not_land_and_the_rest_is_right(befo
         assert engine.ask("before") is None
         engine.end_landing("before")
     engine.arrive("r", tokens=61)
-    assert engine.landings.must_land(engine.requests["r"], 0)
+    assert engine.landings.must_wait(engine.requests["r"], 0)
     (order,) = engine.landings.step_orders({}).landings
     engine.begin_landing(order)
     assert order.first_token == before
@@ -162,7 +162,7 @@ def test_others_find_what_has_landed_and_pull_the_rest_only() -> None:
     assert engine.ask("r") is None
     engine.end_landing("r")
     other = engine.arrive("other")
-    assert engine.landings.must_land(other, 0)
+    assert engine.landings.must_wait(other, 0)
     (order,) = engine.landings.step_orders({}).landings
     assert (order.first_token, order.end_token) == (32, TOKENS - 1)
     assert order.local_block_ids[0][:2] == (0, 0)
@@ -216,7 +216,7 @@ def test_nothing_lands_of_which_only_the_last_token_is_missing() -> None:
     engine = LandingEngine()
     for name in ("before", "r"):
         engine.arrive(name, tokens=33)
-        assert engine.landings.must_land(engine.requests[name], 0) is (name == "before")
+        assert engine.landings.must_wait(engine.requests[name], 0) is (name == "before")
         if name == "before":
             engine.step()
             engine.end_landing(name)
@@ -247,10 +247,10 @@ def test_a_prompt_that_found_no_slots_is_looked_up_again_only_when_more_are_free
     engine.arrive("r")
     with patch.object(engine.tier, "hit", wraps=engine.tier.hit) as looked_up:
         for _ in range(3):
-            assert not engine.landings.must_land(engine.requests["r"], 0)
+            assert not engine.landings.must_wait(engine.requests["r"], 0)
         assert looked_up.call_count == 1
         engine.end_landing("first", failed=True)
-        assert engine.landings.must_land(engine.requests["r"], 0)
+        assert engine.landings.must_wait(engine.requests["r"], 0)
     engine.check()
 
 

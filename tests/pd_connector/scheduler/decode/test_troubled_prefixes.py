@@ -49,12 +49,12 @@ def test_requests_that_vllm_leaves_aside_do_not_keep_others_from_asking(world: W
     for number in range(17):
         finder.ask(ClientRequest(f"r{number}", [*range(number, number + 150)], 1))
     requests = [finder.requests[f"r{number}-d"][1] for number in range(17)]
-    assert all(peers.must_wait_for(request, 0) for request in requests)
+    assert all(peers.must_wait(request, 0) for request in requests)
     assert len(peers._asking) == 16
     world.clock.advance(1.5)  # and vLLM has asked for none of them
     holder.is_cut = False
     peers._silent_until.clear()
-    assert peers.must_wait_for(requests[16], 0)
+    assert peers.must_wait(requests[16], 0)
     assert len(peers._asking) == 17
     world.run(60.0)
 

@@ -46,6 +46,6 @@ def test_a_request_that_begins_alike_finds_it(engine: LandingEngine, seed: int, 
 
 def test_what_has_landed_is_not_pulled_a_second_time(engine: LandingEngine) -> None:
     other = engine.arrive("other", tokens=BLOCKS * 16 + 9)
-    assert engine.landings.must_land(other, 0)
+    assert engine.landings.must_wait(other, 0)
     engine.step()
     assert engine.landing("other").first_token == BLOCKS * 16
