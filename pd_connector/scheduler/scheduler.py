@@ -346,13 +346,11 @@ class ConnectorScheduler:
         if self._role.reads:
             check_secrets(in_order, self._secret)
         if self._config.cpu_bytes_to_use and not any(isinstance(role, HostTier) for role in self._roles):
-            tier, blocks = open_host_tier(
-                self._config, self._vllm_config, self._blocks.manager, self._retentions, in_order
-            )
+            tier = open_host_tier(self._config, self._vllm_config, self._blocks.manager, self._retentions, in_order)
             self._roles.insert(1, tier)
             if self._config.pool is not None and not self._unshared:
                 pool = open_shared_pool(
-                    self._config, blocks, tier.loans, self._retentions, in_order, self._hashes, self._rate, self._clock
+                    self._config, tier, self._retentions, in_order, self._hashes, self._rate, self._clock
                 )  # fmt: skip
                 self._roles.append(pool)
             if (mode := self._config.host_transfers) != "off":
@@ -466,7 +464,7 @@ class ConnectorScheduler:
         peers = [parse_address(peer) for peer in self._config.peers or () if peer != READERS]
 
         def held_in_host(request: "Request", computed_tokens: int) -> int:
-            hits = (role.hit(request, computed_tokens) for role in self._roles if isinstance(role, HostTier))
+            hits = (role.pool.find(request, computed_tokens) for role in self._roles if isinstance(role, HostTier))
             return next((hit.tokens for hit in hits if hit is not None), 0)
 
         return PeerPrefixes(
@@ -482,7 +480,7 @@ class ConnectorScheduler:
         return Landings(mode, tier, consumer, self._demand, ranks)
 
     def _check_holds_a_prompt(self, tier: HostTier) -> None:
-        check_holds_a_prompt(tier.slots, self._retentions, max_model_len(self._vllm_config), self._config)
+        check_holds_a_prompt(tier.pool.slots, self._retentions, max_model_len(self._vllm_config), self._config)
 
     def _leave_last_token(self, request: "Request") -> None:
         """Have a prefill leg leave its last token to the other engine, which needs the state before it."""

@@ -139,6 +139,10 @@ class HostBlockPool:
         """Number of slots that can be taken. Taking them evicts what they hold, least recently used first."""
         return int(self._pool.get_num_free_blocks())
 
+    def has_spare(self, number: int, share: float) -> bool:
+        """Return whether so many slots are free, and a ``share`` of all beside them."""
+        return self.free - number >= share * self.slots
+
     @property
     def used(self) -> int:
         """Number of slots to which somebody has references."""

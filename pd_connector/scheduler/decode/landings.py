@@ -156,7 +156,7 @@ class Landings(SchedulerRole):
     def _start(self, request: "Request", remote: RemotePrefill, computed_tokens: int) -> bool:
         """Order a landing of what is missing; return False if the request is to go on without."""
         end = request.num_prompt_tokens - 1
-        held = self._tier.hit(request, computed_tokens)
+        held = self._tier.pool.find(request, computed_tokens)
         first = computed_tokens + (held.tokens if held is not None else 0)
         if first >= end:
             return False
@@ -202,7 +202,7 @@ class Landings(SchedulerRole):
         ``held``: what is there. ``tables``: by cache group, of what is not, see ``Retention.needed_blocks``. ``slots``:
         lent for that.
         """
-        null, ids, taken = self._tier.null_block, [block.block_id for block in slots], 0
+        null, ids, taken = self._tier.pool.null_block, [block.block_id for block in slots], 0
         groups, block_ids = [], []
         for group, (numbers, holes) in enumerate(tables):
             own = slice(taken, taken + len(numbers))
@@ -213,7 +213,7 @@ class Landings(SchedulerRole):
         return HostHit(tokens.start, len(tokens), tuple(groups)), block_ids
 
     def _fall_back(self, request: "Request", needed: int, computed_tokens: int) -> None:
-        reason = Fallback.TOO_LARGE if needed > self._tier.slots else Fallback.FULL
+        reason = Fallback.TOO_LARGE if needed > self._tier.pool.slots else Fallback.FULL
         before = self._fell_back.get(request.request_id)
         self._fell_back[request.request_id] = _FellBack(reason, self._tier.loans.free, computed_tokens)
         if before is None or before.reason is not reason:

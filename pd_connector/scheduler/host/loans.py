@@ -4,18 +4,14 @@ The pool evicts none of them until they are given back. Everything runs on the s
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from layout.copies import Int64Array
 from pd_connector.vllm.block_pools import HostBlockPool, slots_of
 from pd_connector.vllm.device_blocks import HeldBlocks, references
-
-if TYPE_CHECKING:
-    from pd_connector.vllm.types import BlockHash, KVCacheBlock
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,22 +32,10 @@ class HostLoans:
         self._lent = np.zeros(pool.slots, np.int64)  # references, by slot
         self._lost: set[int] = set()  # slots never used again: a failed copy may still write to them
 
-    def longest_prefix(self, hashes: "Sequence[BlockHash]") -> "tuple[tuple[Sequence[KVCacheBlock], ...], int]":
-        """Return what ``DeviceBlocks.longest_prefix`` does, of host memory. Nothing is lent."""
-        return self._pool.longest_prefix(hashes)
-
-    def may_hold(self, hashes: "Sequence[BlockHash]", tokens: int, groups: Mapping[int, int]) -> bool:
-        """Return what ``DeviceBlocks.may_hold`` does, of host memory; a look, on any thread."""
-        return self._pool.may_hold(hashes, tokens, groups)
-
     @property
     def free(self) -> int:
         """Number of host blocks that can be lent."""
         return self._pool.free
-
-    def has_spare(self, number: int, share: float) -> bool:
-        """Return whether so many blocks are free, and a ``share`` of all beside them."""
-        return self._pool.free - number >= share * self._pool.slots
 
     def lend(self, held: HeldBlocks, number: int) -> "HeldBlocks | None":
         """Lend host blocks for their contents, and as many free ones beside them, which are returned.

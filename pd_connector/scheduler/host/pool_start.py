@@ -12,7 +12,6 @@ from layout.geometry import ModelIdentity
 from pd_connector.config import ConfigError, ConnectorConfig
 from pd_connector.orders import WorkerHandshake
 from pd_connector.scheduler.compute_rate import ComputeRate
-from pd_connector.scheduler.host.loans import HostLoans
 from pd_connector.scheduler.host.shared_pool import SharedPool
 from pd_connector.scheduler.host.tier import HostTier
 from pd_connector.vllm.block_hashes import BlockHashes
@@ -36,8 +35,8 @@ def open_host_tier(
     manager: "KVCacheManager",
     groups: Sequence[Retention],
     handshakes: Sequence[WorkerHandshake],
-) -> tuple[HostTier, HostBlockPool]:
-    """Return the role of host memory and its pool, as large as the smallest of the workers' parts."""
+) -> HostTier:
+    """Return the role of host memory, as large as the smallest of the workers' parts."""
     mode = config.cpu_store
     slots, device_blocks = min(handshake.host_slots for handshake in handshakes), manager.kv_cache_config.num_blocks
     # At most half of the device's blocks: storing them all would not be lazy.
@@ -50,13 +49,12 @@ def open_host_tier(
             "the device holds too, so it will be of little use. Set cpu_bytes_to_use to several times the size of "
             "the device's KV cache, or cpu_store to lazy"
         )
-    return HostTier(pool, len(handshakes), mode), pool
+    return HostTier(pool, len(handshakes), mode)
 
 
 def open_shared_pool(
     config: ConnectorConfig,
-    pool: HostBlockPool,
-    loans: HostLoans,
+    tier: HostTier,
     groups: Sequence[Retention],
     handshakes: Sequence[WorkerHandshake],
     hashes: BlockHashes,
@@ -83,7 +81,7 @@ def open_shared_pool(
     )  # fmt: skip
     contents = f"{contents_of(first.model)} {first.secret}"  # with another secret, they would remove each other's
     return SharedPool(
-        pool, loans, forms, groups, len(handshakes), lambda: f"{contents} {hashes.hashing}", rate,
+        tier.pool, tier.loans, forms, groups, len(handshakes), lambda: f"{contents} {hashes.hashing}", rate,
         StoreThread("pd-pool-look-up", partial(MooncakeStore, parse_address(config.pool), 0), clock), clock,
     )  # fmt: skip
 

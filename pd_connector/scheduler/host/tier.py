@@ -79,7 +79,8 @@ class HostTier(SchedulerRole):
             mode: "eager" stores blocks when they are computed, "lazy" when vLLM evicts them soon, which needs a pool
                 with lookahead.
         """
-        self._pool = pool
+        #: The host blocks. Others look up what they hold, and lend them by ``loans``.
+        self.pool = pool
         #: To leases that move here, and to prompts that are pulled here.
         self.loans = HostLoans(pool)
         self._ranks = ranks
@@ -121,16 +122,16 @@ class HostTier(SchedulerRole):
             self._withdraw(request_id)
         if request.request_id in self._has_failed:
             return 0
-        hit = self._pool.find(request, computed_tokens)
+        hit = self.pool.find(request, computed_tokens)
         if hit is None:
             return 0
-        self._pool.pin(hit.blocks)
-        self._offers[request.request_id] = _Offer(hit, self._pool.holds_next(request, hit))
+        self.pool.pin(hit.blocks)
+        self._offers[request.request_id] = _Offer(hit, self.pool.holds_next(request, hit))
         return hit.tokens
 
     def allocated(self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int) -> int:
         """Order the load that was offered, if vLLM has accepted it, and return its number of tokens."""
-        self._pool.on_allocated(blocks)
+        self.pool.on_allocated(blocks)
         self._has_allocated = True
         progress = self._requests.get(request.request_id)
         if progress is not None and progress.preemptions != request.num_preemptions:
@@ -148,7 +149,7 @@ class HostTier(SchedulerRole):
             self._let_go(hit, landed)
             return 0
         self._loads[request.request_id] = _Load(hit, tokens, landed)
-        moves = BlockMoves.of(_triples(hit, request_blocks(blocks), self._pool.block_tokens, first_token))
+        moves = BlockMoves.of(_triples(hit, request_blocks(blocks), self.pool.block_tokens, first_token))
         self._ordered_loads.append(LoadOrder(request.request_id, moves, tokens))
         return tokens
 
@@ -169,25 +170,15 @@ class HostTier(SchedulerRole):
         self._withdraw(request.request_id)
         self._has_failed.discard(request.request_id)
         progress = self._requests.pop(request.request_id, None)
-        if progress is not None and self._pool.remembers_tokens:
+        if progress is not None and self.pool.remembers_tokens:
             self._remember_tokens(progress, 0)
         if progress is not None and self._mode == "eager":
             candidates: list[Candidate] = []
             self._scan(progress, 0, candidates)
-            self._chosen += self._pool.start_stores(candidates)
-            self._touch_when_stored(self._pool.block_keys(request))
+            self._chosen += self.pool.start_stores(candidates)
+            self._touch_when_stored(self.pool.block_keys(request))
 
     # Leases that move here, and prompts that are pulled here
-
-    @property
-    def slots(self) -> int:
-        """Number of slots in all."""
-        return self._pool.slots
-
-    @property
-    def block_tokens(self) -> tuple[int, ...]:
-        """Block size of each cache group, in tokens."""
-        return self._pool.block_tokens
 
     def is_storing(self, blocks: Iterable["KVCacheBlock"]) -> bool:
         """Return whether one of these device blocks is on its way to host memory."""
@@ -197,15 +188,6 @@ class HostTier(SchedulerRole):
         """Return what a request is being loaded from; None if it is not."""
         load = self._loads.get(request_id)
         return load.hit if load is not None else None
-
-    @property
-    def null_block(self) -> "KVCacheBlock":
-        """The block that stands for those that nobody needs."""
-        return self._pool.null_block
-
-    def hit(self, request: "Request", computed_tokens: int) -> HostHit | None:
-        """Return what host memory holds of a request beyond ``computed_tokens``. It is not pinned."""
-        return self._pool.find(request, computed_tokens)
 
     def landed(self, request: "Request", hit: HostHit, first_token: int, borders: BorderBlocks) -> None:
         """Offer a request what has landed for it in blocks that were lent: see ``LandedPrompts.add``."""
@@ -233,15 +215,15 @@ class HostTier(SchedulerRole):
     def update_stats(self, stats: StatsRecorder) -> None:
         """Record what was loaded and stored, and how full host memory is."""
         super().update_stats(stats)
-        stats.gauge("host_blocks_cached", self._pool.cached)
+        stats.gauge("host_blocks_cached", self.pool.cached)
         # All in use but by stores: of leases, landings, and requests that wait for blocks or are being loaded.
         lost = len(self._quarantined_slots) + self.loans.lost
-        stats.gauge("host_blocks_lent", self._pool.used - len(self._storing) - lost)
-        stats.gauge("host_blocks_capacity", self._pool.slots)
+        stats.gauge("host_blocks_lent", self.pool.used - len(self._storing) - lost)
+        stats.gauge("host_blocks_capacity", self.pool.slots)
 
     def take_events(self) -> "list[KVCacheEvent]":
         """Return the KV cache events of host blocks since the last call."""
-        return self._pool.take_events()
+        return self.pool.take_events()
 
     def device_references(self) -> "Counter[int]":
         """Return the number of references to each device block that stores hold, by block id."""
@@ -251,14 +233,14 @@ class HostTier(SchedulerRole):
         """Abandon all stores: their contents are no longer valid. Copies that are under way go on to the end."""
         for stores in (self._ready, self._chosen):
             self._forget_keys(stores)
-            self._pool.release_device_blocks(stores, retry=True)
-            self._pool.release_slots(stores)
+            self.pool.release_device_blocks(stores, retry=True)
+            self.pool.release_slots(stores)
             stores.clear()
         self._touch_at_end.clear()
         for job in self._jobs.values():
             if not job.abandoned:
                 job.abandoned = True
-                self._pool.release_device_blocks(job.stores, retry=True)
+                self.pool.release_device_blocks(job.stores, retry=True)
 
     def reset(self) -> bool:
         """Drop all contents, including those being stored; return False if a request is, or will be, loading some."""
@@ -267,7 +249,7 @@ class HostTier(SchedulerRole):
             self._withdraw(request_id)
         self._landed.reset(keep=accepted)
         self.release_device_blocks()
-        self._pool.evict_all()
+        self.pool.evict_all()
         return not (self._loads or accepted)
 
     def check_integrity(self) -> None:
@@ -280,8 +262,8 @@ class HostTier(SchedulerRole):
         for blocks in in_use:
             for block in blocks:
                 expected[slot_of(block)] += 1
-        self._pool.check_integrity()
-        assert self._pool.references() == expected, "slots are in use that nobody uses, or the reverse"
+        self.pool.check_integrity()
+        assert self.pool.references() == expected, "slots are in use that nobody uses, or the reverse"
         assert self._storing.keys() == {store.candidate.key for store in stores}, "blocks being stored are not known"
         assert len(self._storing) == len(stores), "a block is being stored twice"
         device_blocks = [store.candidate.block for store in self._stores_of_device_blocks()]
@@ -301,18 +283,18 @@ class HostTier(SchedulerRole):
     def _withdraw(self, request_id: str) -> None:
         """Let go of what was offered to a request, or has landed for it."""
         if (offer := self._offers.pop(request_id, None)) is not None:
-            self._pool.unpin(offer.hit.blocks)
+            self.pool.unpin(offer.hit.blocks)
         self._landed.withdraw(request_id)
 
     def _let_go(self, hit: HostHit, landed: LandedPrompt | None) -> None:
         if landed is not None:
             self._landed.leave(landed)
         else:
-            self._pool.unpin(hit.blocks)
+            self.pool.unpin(hit.blocks)
 
     def _has_grown(self, request: "Request", offer: _Offer) -> bool:
         """Return whether more of a prompt may be found now than what was offered."""
-        return not offer.goes_on and self._pool.holds_next(request, offer.hit)
+        return not offer.goes_on and self.pool.holds_next(request, offer.hit)
 
     def _end_loads(self, request_ids: Iterable[str], failed: set[str]) -> None:
         """Unpin what these requests have loaded. Those that have ``failed``, be it by a pull, compute their tokens.
@@ -338,7 +320,7 @@ class HostTier(SchedulerRole):
         self._ready += self._chosen
         self._chosen = []
         if self._mode == "lazy":
-            if self._pool.remembers_tokens:
+            if self.pool.remembers_tokens:
                 for progress, tokens in self._filling(scheduled):
                     self._remember_tokens(progress, tokens)
             if scheduled or self._has_allocated:  # otherwise nothing is evicted
@@ -348,7 +330,7 @@ class HostTier(SchedulerRole):
         candidates: list[Candidate] = []
         for progress, tokens in self._filling(scheduled):
             self._scan(progress, tokens, candidates)
-        self._chosen += self._pool.start_stores(candidates)
+        self._chosen += self.pool.start_stores(candidates)
 
     def _order_store(self) -> tuple[StoreOrder, ...]:
         self._drop_wrong()
@@ -370,7 +352,7 @@ class HostTier(SchedulerRole):
         if wrong:
             self._ready = [store for store in self._ready if store.is_right]
             self._forget_keys(wrong)
-            self._pool.finish_stores(wrong)
+            self.pool.finish_stores(wrong)
 
     def _stores(self) -> Iterator[Store]:
         """Return all stores that are chosen or under way."""
@@ -386,13 +368,13 @@ class HostTier(SchedulerRole):
 
         ``scheduled`` tokens, those of the step being planned, count as computed.
         """
-        free = self._pool.free
-        for group in self._pool.groups:
-            first, end = progress.scanned[group], self._pool.num_full_blocks(progress.request, group, scheduled)
+        free = self.pool.free
+        for group in self.pool.groups:
+            first, end = progress.scanned[group], self.pool.num_full_blocks(progress.request, group, scheduled)
             if first >= end:
                 continue
             done = first
-            for candidate in self._pool.candidates(progress.request, group, first, end):
+            for candidate in self.pool.candidates(progress.request, group, first, end):
                 if candidate is not None and candidate.key not in self._storing:
                     if len(candidates) == free:
                         break
@@ -414,27 +396,27 @@ class HostTier(SchedulerRole):
 
         ``scheduled`` tokens, those of the step being planned, count as computed.
         """
-        for group in self._pool.groups:
-            first, end = progress.scanned[group], self._pool.num_full_blocks(progress.request, group, scheduled)
+        for group in self.pool.groups:
+            first, end = progress.scanned[group], self.pool.num_full_blocks(progress.request, group, scheduled)
             if first < end:
-                self._pool.remember_tokens(progress.request, group, first, end)
+                self.pool.remember_tokens(progress.request, group, first, end)
                 progress.scanned[group] = end
         progress.next_full_at = self._next_full_at(progress.scanned)
 
     def _restart_scan(self, progress: _Progress) -> None:
-        progress.scanned = [0] * len(self._pool.block_tokens)
+        progress.scanned = [0] * len(self.pool.block_tokens)
         progress.next_full_at = self._next_full_at(progress.scanned)
 
     def _next_full_at(self, scanned: Sequence[int]) -> int:
-        return min((scanned[group] + 1) * self._pool.block_tokens[group] for group in self._pool.groups)
+        return min((scanned[group] + 1) * self.pool.block_tokens[group] for group in self.pool.groups)
 
     def _choose_evictable(self) -> None:
         candidates: list[Candidate] = []
-        for candidate in self._pool.eviction_candidates():
+        for candidate in self.pool.eviction_candidates():
             if candidate.key not in self._storing:
                 self._storing[candidate.key] = None
                 candidates.append(candidate)
-        self._ready += self._pool.start_stores(candidates)
+        self._ready += self.pool.start_stores(candidates)
 
     def _touch_when_stored(self, keys: BlockKeys) -> None:
         """Mark a finished request's blocks as recently used, once the last of them is stored.
@@ -447,7 +429,7 @@ class HostTier(SchedulerRole):
         elif self._jobs:
             next(reversed(self._jobs.values())).touch_at_end.append(keys)
         else:
-            self._pool.touch(keys)
+            self.pool.touch(keys)
 
     def _forget_keys(self, stores: Iterable[Store]) -> None:
         for store in stores:
@@ -456,15 +438,15 @@ class HostTier(SchedulerRole):
     def _end_job(self, job: _StoreJob) -> None:
         self._forget_keys(job.stores)
         if not (job.ends.failed or job.abandoned):
-            self.counts["host_blocks", ""] += self._pool.publish(job.stores)
+            self.counts["host_blocks", ""] += self.pool.publish(job.stores)
         if job.ends.unsettled:
             self._quarantined_slots.update(slot_of(store.host) for store in job.stores)
         if not job.abandoned:
-            self._pool.finish_stores(job.stores, keep_slots=job.ends.unsettled)
+            self.pool.finish_stores(job.stores, keep_slots=job.ends.unsettled)
         elif not job.ends.unsettled:
-            self._pool.release_slots(job.stores)
+            self.pool.release_slots(job.stores)
         for keys in job.touch_at_end:
-            self._pool.touch(keys)
+            self.pool.touch(keys)
 
 
 def _triples(

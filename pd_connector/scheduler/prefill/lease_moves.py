@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from pd_connector.orders import Orders, Report, StoreEnds, StoreOrder
-from pd_connector.scheduler.host.loans import HostLoans
 from pd_connector.scheduler.host.tier import HostTier
 from pd_connector.scheduler.prefill.checksum_table import ChecksumTable
 from pd_connector.scheduler.prefill.leases import LeaseTable, MovableLease
@@ -98,14 +97,14 @@ class LeaseMoves(SchedulerRole):
         self._tier, self._ranks = tier, ranks
 
     @property
-    def loans(self) -> HostLoans:
-        """Of the host memory that leases move to."""
+    def tier(self) -> HostTier:
+        """The host memory that leases move to."""
         assert self._tier is not None, "a lease lies in host memory that nobody knows"
-        return self._tier.loans
+        return self._tier
 
     def release(self, held: HostBlocks) -> None:
         """Give back the slots of a lease that has ended."""
-        self.loans.take_back(held.blocks)
+        self.tier.loans.take_back(held.blocks)
 
     def is_due(self) -> bool:
         """Return whether leases are to be moved now. Any thread."""
@@ -187,7 +186,7 @@ class LeaseMoves(SchedulerRole):
             loan = tier.loans.lend_for_copies(held)
             if loan is None:
                 self.counts["lease_moves", "full"] += 1
-                self._stays(len(held), tier.slots)
+                self._stays(len(held), tier.pool.slots)
                 continue
             begun.append(MovingLease(lease, why, loan, ids_of(held)))
             if (blocks := blocks + len(held)) >= _BLOCKS_AT_ONCE:
@@ -215,9 +214,8 @@ class LeaseMoves(SchedulerRole):
 
     def _end(self, move: MovingLease, ends: StoreEnds) -> None:
         """End a move whose copies have ended, or that needed none."""
-        assert self._tier is not None, "a lease has moved to host memory that nobody knows"
         self._moves.pop(move.lease_id, None)
-        if move.end(self._leases, self._blocks, self._tier.loans, ends):
+        if move.end(self._leases, self._blocks, self.tier.loans, ends):
             self.counts["lease_blocks_moved", "copied"] += move.copied
             self.counts["lease_blocks_moved", "present"] += len(move.blocks) - move.copied
             self.counts["lease_moves", move.why] += 1

@@ -27,7 +27,7 @@ from transfer.control.messages import Find, Found
 from transfer.control.waiting_requests import NotYet
 
 if TYPE_CHECKING:
-    from pd_connector.scheduler.host.loans import HostLoans
+    from pd_connector.vllm.block_pools import HostBlockPool
     from pd_connector.vllm.types import BlockHash, KVCacheBlock
 
 logger = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ class PrefixService:
         self._whole = source.whole_groups
         self._being_written = being_written
         self._lend = lend
-        self._host: HostLoans | None = None
+        self._host: HostBlockPool | None = None
         self._lend_in_host = lend  # until there is host memory
         self._wake = wake
         self._notify = notify
@@ -133,7 +133,7 @@ class PrefixService:
         self._answers: OrderedDict[str, Found] = OrderedDict()
         self._events: Counter[str] = Counter()
 
-    def use_host(self, host: "HostLoans", lend: Lend) -> None:
+    def use_host(self, host: "HostBlockPool", lend: Lend) -> None:
         """Look in host memory as well from now on. ``lend`` grants leases over its blocks."""
         self._lend_in_host, self._host = lend, host
 

@@ -138,7 +138,7 @@ class Producer(SchedulerRole):
         geometries = tuple(handshake.geometry for handshake in handshakes)
         self._service.set_workers(geometries, host, of_engine(models) if models else None)
         if self._prefixes is not None and self._moves is not None and host and not self._service.checksums.enabled:
-            self._prefixes.use_host(self._moves.loans, self._lend_in_host)
+            self._prefixes.use_host(self._moves.tier.pool, self._lend_in_host)
         if self._service.engine_id != known_as:
             logger.info(
                 "PDConnector: the KV caches are registered anew, so prefill engine %s is now %s",
@@ -304,7 +304,7 @@ class Producer(SchedulerRole):
     def _lend_in_host(self, held: HeldBlocks, block_ids: tuple[tuple[int, ...], ...], tokens: int) -> RemotePrefill:
         """Grant a lease over blocks of host memory that another engine has found. Ids are those of the host pool."""
         assert self._moves is not None, "blocks were found in host memory that nobody knows"
-        self._moves.loans.lend(held, 0)
+        self._moves.tier.loans.lend(held, 0)
         slots = {int(block.block_id): slot_of(block) for block in held}
         address = self._host, self.port
         return self._service.lend(HostBlocks(held), block_ids, tokens, address, slots, is_written=True)

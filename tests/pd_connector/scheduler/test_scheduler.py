@@ -239,7 +239,7 @@ def test_host_memory_is_asked_first_and_has_what_all_workers_have(side_of: Open)
     assert kinds(side) == [HostTier, Producer, RequestAdmission, Consumer]
     _, tier, *_ = side._roles
     assert isinstance(tier, HostTier)
-    assert tier._pool.slots == 5
+    assert tier.pool.slots == 5
     side.check_integrity()
 
 

@@ -310,7 +310,7 @@ class EngineSim:
     def slots_in_use(self) -> int:
         """Slots of host memory to which somebody has references."""
         tier = self.role_of(HostTier)
-        return len(tier._pool.references()) if tier is not None else 0
+        return len(tier.pool.references()) if tier is not None else 0
 
     @property
     def leases(self) -> int:
@@ -397,7 +397,7 @@ class EngineSim:
         self.side.check_integrity()
         self._states.check_found(self.scheduler.kv_cache_manager.block_pool, self.worker.memories.device)
         if (tier := self.role_of(HostTier)) is not None:
-            self._states.check_found(tier._pool._pool, self.worker.memories.host, in_slots=True)
+            self._states.check_found(tier.pool._pool, self.worker.memories.host, in_slots=True)
 
     def _connector_output(self, done: set[str], failed: set[str], report: Report) -> KVConnectorOutput:
         """What the workers tell: requests that have failed, or, before vLLM 0.30, blocks that have."""

@@ -105,7 +105,7 @@ def test_what_a_longer_prompt_finds_there_is_the_border_and_never_the_running_st
     request = engine.arrive("r", TOKENS)
     order = engine.land(request)
     engine.end(request)
-    hit = engine.tier.hit(engine.engine.request("longer", TOKENS + 9), 0)
+    hit = engine.tier.pool.find(engine.engine.request("longer", TOKENS + 9), 0)
     assert hit is not None
     for group in (1, 2):
         assert [block.block_id for block in hit.groups[group] if not block.is_null] == [order.local_block_ids[group][4]]

@@ -245,7 +245,7 @@ def test_a_prompt_that_found_no_slots_is_looked_up_again_only_when_more_are_free
     engine.arrive("first", seed=1)
     assert engine.ask("first") is None
     engine.arrive("r")
-    with patch.object(engine.tier, "hit", wraps=engine.tier.hit) as looked_up:
+    with patch.object(engine.tier.pool, "find", wraps=engine.tier.pool.find) as looked_up:
         for _ in range(3):
             assert not engine.landings.must_wait(engine.requests["r"], 0)
         assert looked_up.call_count == 1

@@ -182,8 +182,8 @@ def test_host_memory_lends_where_it_holds_more_and_has_room(
         lent.append("host")
         return asked.lend(held, block_ids, tokens)
 
-    loans: Any = host
-    asked.service.use_host(loans, lend)
+    pool: Any = host
+    asked.service.use_host(pool, lend)
     assert asked.ask(find()).tokens == tokens
     assert (lent or ["device"] * asked.lent or [""]) == [lender]
 
