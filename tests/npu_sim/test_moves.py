@@ -69,7 +69,6 @@ def open_worker(caches: tier.Caches) -> Iterator[OpenWorker]:
 
     yield opened
     for pool in pools:
-        pool.check_integrity()
         pool.join()
 
 

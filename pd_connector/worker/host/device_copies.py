@@ -64,8 +64,6 @@ class HostCopies:
         self._load_bounds, self._store_bounds = CopyBounds(caches, slots), CopyBounds(slots, caches)
         self._loads: dict[str, _InFlight] = {}
         self._stores: dict[int, _InFlight] = {}
-        self._ended_loads: dict[str, CopyEnd] = {}
-        self._ended_stores: dict[int, tuple[CopyEnd, StoreEnds]] = {}
 
     @property
     def layout(self) -> HostLayout:
@@ -75,20 +73,12 @@ class HostCopies:
     def load(self, order: LoadOrder) -> None:
         """Start a load; ``take_loads`` reports its end. The model may have used the destinations until now."""
         assert order.request_id not in self._loads, f"request {order.request_id} is being loaded"
-        submitted = self._submit(self._layout.loads, self._load_copier, order)
-        if isinstance(submitted, CopyEnd):
-            self._ended_loads[order.request_id] = submitted
-        else:
-            self._loads[order.request_id] = submitted
+        self._loads[order.request_id] = self._submit(self._layout.loads, self._load_copier, order)
 
     def store(self, order: StoreOrder) -> None:
         """Start a store of blocks that earlier steps have computed; ``take_stores`` reports its end."""
         assert order.store_id not in self._stores, f"store {order.store_id} is under way"
-        submitted = self._submit(self._layout.stores, self._store_copier, order)
-        if isinstance(submitted, CopyEnd):
-            self._ended_stores[order.store_id] = submitted, StoreEnds(1, failed=True)
-        else:
-            self._stores[order.store_id] = submitted
+        self._stores[order.store_id] = self._submit(self._layout.stores, self._store_copier, order)
 
     def take_loads(self) -> dict[str, CopyEnd]:
         """Return the loads that have ended since the last call, by request id.
@@ -96,7 +86,7 @@ class HostCopies:
         Raises:
             UnsettledLoadError: a load has failed, but the device may still be writing.
         """
-        ended, self._ended_loads = self._ended_loads, {}
+        ended = {}
         for request_id, copy in list(self._loads.items()):
             end, settled = _poll(copy)
             if end is not None:
@@ -108,7 +98,7 @@ class HostCopies:
 
     def take_stores(self) -> dict[int, tuple[CopyEnd, StoreEnds]]:
         """Return the stores that have ended since the last call, by store id."""
-        ended, self._ended_stores = self._ended_stores, {}
+        ended = {}
         for store_id, copy in list(self._stores.items()):
             end, settled = _poll(copy)
             if end is not None:
@@ -134,21 +124,16 @@ class HostCopies:
         self._load_copier.close()
         self._store_copier.close()
 
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless the books balance."""
-        assert not self._loads.keys() & self._ended_loads.keys(), "a load is under way and ended at once"
-        assert not self._stores.keys() & self._ended_stores.keys(), "a store is under way and ended at once"
-
-    def _submit(
-        self, describe: Callable[..., Copies], copier: BatchCopier, order: LoadOrder | StoreOrder
-    ) -> _InFlight | CopyEnd:
+    def _submit(self, describe: Callable[..., Copies], copier: BatchCopier, order: LoadOrder | StoreOrder) -> _InFlight:
         started, moves = time.monotonic(), order.moves
         bounds = self._load_bounds if isinstance(order, LoadOrder) else self._store_bounds
         try:
             copies = describe(self._pool, moves.groups, moves.blocks, moves.slots)
             handle = copier.submit(copies, self._record_event(), bounds)
         except (CopyFailed, IndexError, ValueError) as error:
-            return CopyEnd(len(moves), 0, 0.0, f"the copy could not be started: {error}")
+            handle = Handle()
+            handle.failed(CopyFailed(f"the copy could not be started: {error}", settled=True))
+            return _InFlight(handle, len(moves), 0, started)
         return _InFlight(handle, len(moves), copies.total_bytes, started)
 
 

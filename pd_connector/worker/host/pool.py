@@ -200,10 +200,6 @@ class HostPool(WorkerRole):
         self.copies.close()
         self._memory.close()
 
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless the books balance."""
-        self.copies.check_integrity()
-
     def _count_store(self, copied: CopyEnd) -> None:
         if copied.failure:
             self._stats.count("host_failures", label="store")

@@ -133,11 +133,10 @@ class RunningFaults:
         def taken(copies: Any) -> Any:
             from pd_connector.worker.host.device_copies import CopyEnd  # noqa: PLC0415
 
-            if LOAD in self.now.without:
-                for request_id, copy in copies._loads.items():
-                    copies._ended_loads[request_id] = CopyEnd(copy.blocks, copy.copied_bytes, 0.0)
-                copies._loads.clear()
-            return take(copies)
+            if LOAD not in self.now.without:
+                return take(copies)
+            loads, copies._loads = copies._loads, {}
+            return {request_id: CopyEnd(copy.blocks, copy.copied_bytes, 0.0) for request_id, copy in loads.items()}
 
         return taken
 

@@ -91,14 +91,12 @@ class Worker:
         """The end of a store, awaited; nothing else may end meanwhile."""
         ends: dict[int, tuple[CopyEnd, StoreEnds]] = {}
         until(lambda: bool(ends.update(self.copies.take_stores()) or ends))
-        self.copies.check_integrity()
         assert ends.keys() == {store_id}
         return ends[store_id]
 
     def loaded(self, request_id: str) -> CopyEnd:
         ends: dict[str, CopyEnd] = {}
         until(lambda: bool(ends.update(self.copies.take_loads()) or ends))
-        self.copies.check_integrity()
         assert ends.keys() == {request_id}
         return ends[request_id]
 
