@@ -18,9 +18,10 @@ from benchmarks.fleet.node import POLL_S, Job, Settings, Sleeper, blocks_of, blo
 from benchmarks.fleet.prefill import Prefill
 from benchmarks.fleet.traces import BLOCK_TOKENS
 from layout.cost import CostModel
+from pd_connector.engine_limits import EngineLimits
 from pd_connector.params import RemotePrefill
 from pd_connector.scheduler.block_demand import BlockDemand
-from pd_connector.scheduler.decode.pulls_ahead import AheadLimits, PullsAhead
+from pd_connector.scheduler.decode.pulls_ahead import PullsAhead
 from pd_connector.scheduler.decode.renewals import Renewals
 from pd_connector.vllm.cache_specs import Retention
 from pd_connector.worker.remote_reader import RANGE_S
@@ -80,7 +81,7 @@ class Decode:
         cache = self._constants.cache
         self.memory = Memory(cache.blocks, blocks_per_id(self._constants, settings))
         self.host = HostMemory(settings.host_blocks)
-        limits = AheadLimits(settings.max_pulls_ahead, settings.max_ahead_fraction)
+        limits = EngineLimits(max_pulls_ahead=settings.max_pulls_ahead, max_ahead_fraction=settings.max_ahead_fraction)
         self._demand = BlockDemand(cast("Any", self.memory), (Retention(cache.block_tokens),))
         self._ahead = PullsAhead(limits, self._demand)
         self._renewals = Renewals(

@@ -17,7 +17,7 @@ from pd_connector.scheduler.decode.canaries import Canaries, NoCanaries
 from pd_connector.scheduler.decode.consumer import Consumer
 from pd_connector.scheduler.decode.landings import LandingMode, Landings
 from pd_connector.scheduler.decode.peer_prefixes import PeerPrefixes
-from pd_connector.scheduler.decode.pulls_ahead import AheadLimits, PullsAhead
+from pd_connector.scheduler.decode.pulls_ahead import PullsAhead
 from pd_connector.scheduler.decode.renewals import Renewals
 from pd_connector.scheduler.decode.subscriptions import FollowLimits, Subscriptions
 from pd_connector.scheduler.external_loads import ExternalLoads
@@ -129,7 +129,8 @@ class ConnectorScheduler:
         allow_connections()
         keys = load_keys(config.secret_file)
         self._secret = keys.fingerprint if keys is not None else ""
-        self._external = self._make_external_loads()
+        block_tokens = [kept.block_tokens for kept in self._retentions]
+        self._external = ExternalLoads(self._blocks, block_tokens, steps_in_flight(vllm_config))
         # In the order in which they are asked for tokens. Host memory comes early: what it holds is not pulled.
         self._roles: list[SchedulerRole] = [self._external]
         self._landings: Landings | None = None  # None until workers are known, or if all is pulled to the device
@@ -354,7 +355,7 @@ class ConnectorScheduler:
                 )  # fmt: skip
                 self._roles.append(pool)
             if (mode := self._config.host_transfers) != "off":
-                self._check_holds_a_prompt(tier)
+                check_holds_a_prompt(tier.pool.slots, self._retentions, max_model_len(self._vllm_config), self._config)
                 if self._consumer is not None:
                     self._landings = self._make_landings(mode, tier, self._consumer, len(in_order))
                     self._roles.insert(self._roles.index(self._consumer) + 1, self._landings)
@@ -377,10 +378,6 @@ class ConnectorScheduler:
     def _port(self) -> int:
         """The control port of the first data-parallel engine; 0 lets the system choose."""
         return self._config.port or kv_port(self._vllm_config)
-
-    def _make_external_loads(self) -> ExternalLoads:
-        block_tokens = [kept.block_tokens for kept in self._retentions]
-        return ExternalLoads(self._blocks, block_tokens, steps_in_flight(self._vllm_config))
 
     def _make_producer(
         self, leases: LeaseTable[Leased], keys: ControlKeys | None, admission: RequestAdmission
@@ -442,8 +439,7 @@ class ConnectorScheduler:
         client = ControlClient(keys=keys, allowed=AllowedPeers(self._config.allowed_peers))
         renewals = Renewals(client, message_s, queue_s, self._clock)
         subscriptions = Subscriptions(client, renewals, FollowLimits(message_s, queue_s), self._engine, self._clock)
-        bounds = AheadLimits(limits.max_pulls_ahead, limits.max_ahead_fraction)
-        ahead = PullsAhead(bounds, self._demand)
+        ahead = PullsAhead(limits, self._demand)
         renewals.start()
         layers = [group.layer_names for group in kv_cache_config.kv_cache_groups]  # of the first pipeline stage
         borders = BorderStates(self._blocks, self._retentions) if self._states else None
@@ -478,9 +474,6 @@ class ConnectorScheduler:
             " if the device has no room for them" if mode == "auto" else "", mode,
         )  # fmt: skip
         return Landings(mode, tier, consumer, self._demand, ranks)
-
-    def _check_holds_a_prompt(self, tier: HostTier) -> None:
-        check_holds_a_prompt(tier.pool.slots, self._retentions, max_model_len(self._vllm_config), self._config)
 
     def _leave_last_token(self, request: "Request") -> None:
         """Have a prefill leg leave its last token to the other engine, which needs the state before it."""

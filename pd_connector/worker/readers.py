@@ -23,12 +23,9 @@ def remote_reader(
     land = landing(geometry.transport, tensors[0].device) if tensors else nothing_to_land
     if not (staging_bytes and tensors):
         return RemoteReader(cost, geometry.regions, land=land)
-    if not on_host:
-        return RemoteReader.with_device_staging(cost, geometry.regions, staging_bytes, tensors, land)
-    try:
-        return RemoteReader.with_staging(cost, geometry.regions, staging_bytes)
-    except ValueError as error:
-        raise ConfigError(f"tuning.staging_bytes = {staging_bytes}: {error}; 0 turns staging off") from error
+    if on_host:
+        return host_reader(config, geometry.regions)
+    return RemoteReader.with_device_staging(cost, geometry.regions, staging_bytes, tensors, land)
 
 
 def host_reader(config: ConnectorConfig, pool: tuple[Region, ...]) -> RemoteReader:

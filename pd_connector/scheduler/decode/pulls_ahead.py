@@ -9,9 +9,9 @@
 A pull counts until all ranks have settled it, even if its prompt is complete earlier.
 """
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pd_connector.engine_limits import EngineLimits
 from pd_connector.scheduler.block_demand import BlockDemand
 from pd_connector.vllm.requests import waits_for_tokens
 
@@ -19,18 +19,10 @@ if TYPE_CHECKING:
     from pd_connector.vllm.types import Request
 
 
-@dataclass(frozen=True, slots=True)
-class AheadLimits:
-    """What pulls ahead may take of an engine."""
-
-    pulls: int
-    fraction: float  # of the blocks, 0 to 1
-
-
 class PullsAhead:
     """Knows which pulls are ahead of their prompts' computation, and whether one more may be. Owns no blocks."""
 
-    def __init__(self, limits: AheadLimits, demand: BlockDemand) -> None:
+    def __init__(self, limits: EngineLimits, demand: BlockDemand) -> None:
         """Start with none. ``limits``: of all pulls ahead together; ``demand``: of the device's blocks."""
         self._limits = limits
         self._demand = demand
@@ -49,12 +41,12 @@ class PullsAhead:
         # vLLM may have given others their blocks, and tell of it later.
         let_in = [each for each in self._let_in.values() if waits_for_tokens(each)]
         self._let_in = {each.request_id: each for each in let_in}
-        if len(self._held) + len(let_in) >= self._limits.pulls:
+        if len(self._held) + len(let_in) >= self._limits.max_pulls_ahead:
             return False
         demand = self._demand
         needed = demand.blocks_of(request)
         total = self._total + sum(map(demand.blocks_of, let_in))
-        if total + needed > self._limits.fraction * demand.blocks.total:
+        if total + needed > self._limits.max_ahead_fraction * demand.blocks.total:
             return False
         other = demand.left_out
         if other is not None and other is not request and not demand.has_room_for(other):
@@ -77,4 +69,4 @@ class PullsAhead:
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books balance."""
         assert self._total == sum(self._held.values()), "blocks of pulls ahead are miscounted"
-        assert len(self._held) <= self._limits.pulls, "too many prompts are pulled ahead"
+        assert len(self._held) <= self._limits.max_pulls_ahead, "too many prompts are pulled ahead"

@@ -76,10 +76,14 @@ class HostLoans:
         """Take host blocks back. Those with the indices ``lost`` are never used again."""
         np.subtract.at(self._lent, slots_of(hosts), 1)
         if lost:
-            self._lost.update(slots_of([hosts[number] for number in lost]).tolist())
+            self.lose(tuple(hosts[number] for number in lost))
             kept = frozenset(lost)
             hosts = tuple(host for number, host in enumerate(hosts) if number not in kept)
         self._pool.unpin(hosts)
+
+    def lose(self, hosts: HeldBlocks) -> None:
+        """Never use host blocks again. Their references, which are the caller's, stay."""
+        self._lost.update(slots_of(hosts).tolist())
 
     def are_lent(self, hosts: Iterable[HeldBlocks]) -> bool:
         """Return whether all of these loans are known."""

@@ -98,7 +98,6 @@ class HostTier(SchedulerRole):
         self._has_allocated = False  # whether a request was given blocks since the last step
         self._ordered_loads: list[LoadOrder] = []
         self._next_store = 0
-        self._quarantined_slots: set[int] = set()  # never used again: a failed copy may still write to them
 
     # Requests
 
@@ -217,8 +216,7 @@ class HostTier(SchedulerRole):
         super().update_stats(stats)
         stats.gauge("host_blocks_cached", self.pool.cached)
         # All in use but by stores: of leases, landings, and requests that wait for blocks or are being loaded.
-        lost = len(self._quarantined_slots) + self.loans.lost
-        stats.gauge("host_blocks_lent", self.pool.used - len(self._storing) - lost)
+        stats.gauge("host_blocks_lent", self.pool.used - len(self._storing) - self.loans.lost)
         stats.gauge("host_blocks_capacity", self.pool.slots)
 
     def take_events(self) -> "list[KVCacheEvent]":
@@ -254,7 +252,7 @@ class HostTier(SchedulerRole):
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books balance."""
-        expected = Counter(dict.fromkeys(self._quarantined_slots, 1)) + self.loans.references()
+        expected = self.loans.references()
         in_use = [offer.hit.blocks for offer in self._offers.values()]
         in_use += [load.hit.blocks for load in self._loads.values() if load.landed is None]
         stores = list(self._stores())
@@ -440,7 +438,7 @@ class HostTier(SchedulerRole):
         if not (job.ends.failed or job.abandoned):
             self.counts["host_blocks", ""] += self.pool.publish(job.stores)
         if job.ends.unsettled:
-            self._quarantined_slots.update(slot_of(store.host) for store in job.stores)
+            self.loans.lose(tuple(store.host for store in job.stores))
         if not job.abandoned:
             self.pool.finish_stores(job.stores, keep_slots=job.ends.unsettled)
         elif not job.ends.unsettled:

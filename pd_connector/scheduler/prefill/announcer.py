@@ -41,7 +41,6 @@ class _Named:
     tokens: int  # of the prompt
     loaded: int = 0  # how far it is loaded before its first step, if followers know the slots
     attempt: int = 0
-    has_begun: bool = False
     end: int = 0  # how far its steps have been scheduled
 
 
@@ -285,10 +284,9 @@ class Announcer:
     def _schedule(self, named: _Named, scheduled: Mapping[str, int]) -> _Computed:
         """Note what a step computes of a named prompt."""
         request = named.request
-        if not named.has_begun:
+        if request.request_id not in self._begun:
             if request.num_computed_tokens < named.loaded:
                 self._start_over(named)  # the load has failed
-            named.has_begun = True
             self._begun[request.request_id] = named
             self._announce(named, self._settled_tokens(named, scheduled, request.num_computed_tokens))
         named.end = min(request.num_computed_tokens + scheduled[request.request_id], named.tokens)
@@ -309,7 +307,7 @@ class Announcer:
         """Begin another attempt. Whatever was announced counts for nothing."""
         request_id = named.request.request_id
         named.preemptions, named.attempt = named.request.num_preemptions, named.attempt + 1
-        named.has_begun, named.end, named.loaded = False, 0, 0
+        named.end = named.loaded = 0
         self._begun.pop(request_id, None)
         if self._slots is not None:
             self._slots.end(request_id)

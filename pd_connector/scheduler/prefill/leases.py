@@ -306,12 +306,6 @@ class LeaseTable(Generic[Held]):
             movable = ((each, lease) for each, lease in old if each not in besides and lease.can_move(now))
             return [MovableLease(each, lease.held, lease.tables) for each, lease in islice(movable, most)]
 
-    def can_move(self, lease_id: str) -> bool:
-        """Return whether ``move`` would move a lease now."""
-        with self._expired() as now:
-            lease = self._active.get(lease_id)
-            return lease is not None and lease.can_move(now)
-
     def move(self, lease_id: str, held: Held, slots: Mapping[int, int]) -> Held | None:
         """Let a lease hold something else, which holds the same bytes in host memory.
 

@@ -15,7 +15,6 @@ from layout.geometry import CacheGroup, WorkerGeometry
 from pd_connector.orders import CanaryRoom, Cause, Orders, RefuseOrder, Report, WorkerHandshake
 from pd_connector.scheduler.decode.canaries import Canaries
 from pd_connector.scheduler.decode.consumer import Consumer
-from pd_connector.scheduler.decode.pulls_ahead import AheadLimits
 from pd_connector.scheduler.external_loads import ExternalLoads
 from pd_connector.scheduler.host.tier import HostTier
 from pd_connector.scheduler.prefill.producer import Producer
@@ -164,7 +163,8 @@ def test_an_engine_keeps_the_limits_that_are_no_settings(side_of: Open, kv_role:
     assert side._admission._limits.leased_fraction == fraction
     assert side._moves._most_leased == 0.1
     if (consumer := side._consumer) is not None:
-        assert consumer._ahead._limits == AheadLimits(16, 0.5)
+        limits = consumer._ahead._limits
+        assert (limits.max_pulls_ahead, limits.max_ahead_fraction) == (16, 0.5)
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from pd_connector.engine_limits import ENGINE_LIMITS, EngineLimits
 from pd_connector.scheduler.block_demand import BlockDemand
-from pd_connector.scheduler.decode.pulls_ahead import AheadLimits, PullsAhead
+from pd_connector.scheduler.decode.pulls_ahead import PullsAhead
 from pd_connector.scheduler.decode.renewals import Renewals
 from pd_connector.scheduler.decode.subscriptions import FollowLimits, Subscriptions
 from pd_connector.vllm.cache_specs import Retention
@@ -54,7 +55,7 @@ def consumer_parts(
     clock: Callable[[], float] = time.monotonic,
     retentions: Sequence[Retention] = (),
     demand: BlockDemand | None = None,
-    limits: AheadLimits = AheadLimits(16, 0.5),  # noqa: B008  frozen
+    limits: EngineLimits = ENGINE_LIMITS,
     engine: EngineLoop | None = None,
 ) -> ConsumerParts:
     """The parts of a consumer that sends its messages with ``client``; nothing has been started."""

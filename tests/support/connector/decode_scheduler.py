@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
+from pd_connector.engine_limits import EngineLimits
 from pd_connector.orders import Orders, PullOrder, RefuseOrder, Report
 from pd_connector.scheduler.block_demand import BlockDemand
 from pd_connector.scheduler.decode.consumer import Consumer
-from pd_connector.scheduler.decode.pulls_ahead import AheadLimits
 from pd_connector.scheduler.decode.renewals import Renewals
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.cache_specs import Retention
@@ -18,7 +18,7 @@ from transfer.control.messages import Cancel, Follow, Followed
 from transfer.errors import TransferError
 
 BLOCKS = ((3, 9, 4, 7, 5),)
-LIMITS = AheadLimits(2, 0.5)
+LIMITS = EngineLimits(max_pulls_ahead=2, max_ahead_fraction=0.5)
 
 
 @dataclass
@@ -114,7 +114,7 @@ class Decode:
         return {name: number for name, number in (data["counts"] | data["gauges"]).items() if number} if data else {}
 
 
-def a_decode_engine(limits: AheadLimits = LIMITS, **parts: Any) -> Decode:
+def a_decode_engine(limits: EngineLimits = LIMITS, **parts: Any) -> Decode:
     clock, client, blocks = ManualClock(), RecordingClient(), CountedBlocks(100)
     demand = BlockDemand(blocks, parts.get("retentions") or [Retention(16)])
     made = consumer_parts(client, clock, demand=demand, limits=limits, **parts)

@@ -281,7 +281,7 @@ class HostTierEngine:
         assert self.manager.block_pool.get_num_free_blocks() == self.setup.device_blocks - 1
         lost = set.union(*(rank.runaway for rank in self.ranks))
         assert self.pool.references().keys() >= lost
-        assert self.pool.references().keys() == self.tier._quarantined_slots, "slots are in use for ever"
+        assert self.pool.references().keys() == self.tier.loans._lost, "slots are in use for ever"
         assert not self.tier._offers
         assert not self.tier._requests
 

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from layout.geometry import CacheGroup, WorkerGeometry
+from pd_connector.engine_limits import EngineLimits
 from pd_connector.orders import Cause, Orders, PullOrder, Report
 from pd_connector.scheduler.block_demand import BlockDemand
 from pd_connector.scheduler.decode.consumer import Consumer
-from pd_connector.scheduler.decode.pulls_ahead import AheadLimits
 from pd_connector.vllm.cache_specs import Retention
 from pd_connector.vllm.device_blocks import DeviceBlocks
 from pd_connector.worker.peer import PeerAddress, PullContext
@@ -34,7 +34,7 @@ from transfer.control.messages import Followed, Hello
 
 RANKS = 2
 PULL_TIMEOUT_S = 60.0
-AHEAD = AheadLimits(2, 0.75)
+AHEAD = EngineLimits(max_pulls_ahead=2, max_ahead_fraction=0.75)
 
 FindEngine = Callable[[str], PrefillSim | None]  # the engine of an id, if it lives
 
@@ -371,8 +371,8 @@ class DecodeSim:
             rank.service.check_integrity()
         ahead = [job for job in self.jobs.values() if job.state is DecodeState.PULLING and job.is_followed]
         held = sum(len(job.blocks) for job in ahead)
-        assert len(ahead) <= AHEAD.pulls, "I9: too many prompts that are still computed hold blocks"
-        assert held <= AHEAD.fraction * self.blocks, "I9: prompts that are still computed hold too many blocks"
+        assert len(ahead) <= AHEAD.max_pulls_ahead, "I9: too many prompts that are still computed hold blocks"
+        assert held <= AHEAD.max_ahead_fraction * self.blocks, "I9: prompts still computed hold too many blocks"
         assert sorted([*self.free, *self.owners]) == list(range(1, self.blocks + 1)), "blocks are lost, or free twice"
         assert {id(job) for job in self.owners.values()} <= {id(job) for job in self.jobs.values()}
 

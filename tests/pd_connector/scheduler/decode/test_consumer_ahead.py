@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pd_connector.scheduler.decode.pulls_ahead import AheadLimits
+from pd_connector.engine_limits import EngineLimits
 from pd_connector.vllm.cache_specs import Retention
 from tests.support.connector.consumers import layers_of
 from tests.support.connector.decode_scheduler import Decode, a_decode_engine, unreachable
@@ -46,7 +46,7 @@ def test_no_more_prompts_are_pulled_ahead_than_the_limit(decode: Decode) -> None
 
 
 def test_no_more_blocks_are_held_ahead_than_the_limit() -> None:
-    decode = a_decode_engine(AheadLimits(10, 0.15))  # of 100 blocks; a prompt takes 5
+    decode = a_decode_engine(EngineLimits(max_pulls_ahead=10, max_ahead_fraction=0.15))  # of 100; a prompt takes 5
     requests = named(decode, "a", "b", "c", "d")
     assert [decode.schedules(each) for each in requests] == [True, True, True, False]
     decode.settle(requests[0])
@@ -54,7 +54,7 @@ def test_no_more_blocks_are_held_ahead_than_the_limit() -> None:
 
 
 def test_what_may_not_be_pulled_ahead_is_pulled_when_it_is_complete() -> None:
-    decode = a_decode_engine(AheadLimits(1, 0.01))
+    decode = a_decode_engine(EngineLimits(max_pulls_ahead=1, max_ahead_fraction=0.01))
     (request,) = named(decode, "r")
     assert decode.asks(request) is None
     decode.answer(complete(lease_id="r"), transfer_id="r")

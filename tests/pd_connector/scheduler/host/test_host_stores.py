@@ -243,7 +243,7 @@ def test_a_store_that_has_failed_on_one_rank_is_not_found(end: End, bad_rank: in
     assert engine.tier._storing == {}
     lost = 3 if end is End.UNSETTLED else 0
     assert engine.pool.free == engine.setup.slots - lost
-    assert len(engine.tier._quarantined_slots) == lost
+    assert engine.tier.loans.lost == lost
     engine.other_requests_come(EVERYTHING)
     engine.serve("second", said(14))  # it is stored by this one
     assert engine.pool.cached == 3

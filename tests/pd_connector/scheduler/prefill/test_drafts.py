@@ -142,10 +142,10 @@ def test_checksums_are_taken_when_all_is_written(start_prefill: StartPrefill) ->
 def test_a_lease_does_not_move_before_it_is_written(start_prefill: StartPrefill) -> None:
     engine, lease_id = computed(start_prefill, host_slots=64)
     leases = engine.service.leases
-    assert not leases.can_move(lease_id)
+    assert not leases.movable(0.0, 1)
     engine.end_drafts()
     engine.step()
-    assert leases.can_move(lease_id)
+    assert [each.lease_id for each in leases.movable(0.0, 1)] == [lease_id]
 
 
 def test_nothing_is_left_of_steps_that_have_been_reported(start_prefill: StartPrefill) -> None:
