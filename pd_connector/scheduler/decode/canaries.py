@@ -30,6 +30,7 @@ from layout.scratch import STATES, blocks_holding
 from layout.states import running_entry
 from pd_connector.orders import CanaryEnds, CanaryReference, CanaryRoom, Cause, Orders, PullOrder, Report
 from pd_connector.params import RemotePrefill
+from pd_connector.scheduler.decode.legs import Refused
 from pd_connector.scheduler.scheduler_role import SchedulerRole, ended
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.cache_specs import Retention
@@ -78,19 +79,10 @@ class Standing(enum.Enum):
     UNTRIED = enum.auto()
 
 
-@dataclass(frozen=True, slots=True)
-class Rejection:
-    """Why nothing is pulled from a prefill engine, and until when on the clock."""
-
-    cause: Cause
-    reason: str  # for people
-    until: float = math.inf
-
-
 class NoCanaries(SchedulerRole):
     """Takes every prefill engine for proven."""
 
-    def look(self, request: "Request", remote: RemotePrefill) -> Standing | Rejection:
+    def look(self, request: "Request", remote: RemotePrefill) -> Standing | Refused:
         """Return what is known of the prefill engine that holds a request's prompt."""
         return Standing.PROVEN
 
@@ -175,7 +167,7 @@ class Canaries(NoCanaries):
         self._room: CanaryRoom | None = None  # None until workers are known
         self._ranks = 0
         self._free: list[int] = []  # areas of the scratch memory
-        self._verdicts: dict[_Key, Rejection | None] = {}  # None if it is proven; oldest first
+        self._verdicts: dict[_Key, Refused | None] = {}  # None if it is proven; oldest first
         self._under_way: dict[str, _Canary] = {}  # by request
         #: By request that waits for a verdict: since when nothing was computed of its canary, and of how many tokens.
         self._waits: dict[str, tuple[float, int]] = {}
@@ -194,7 +186,7 @@ class Canaries(NoCanaries):
             self._room = CanaryRoom(tokens, prompts, math.lcm(*(room.border for room in rooms)))
             self._free = list(range(self._room.prompts))[::-1]
 
-    def look(self, request: "Request", remote: RemotePrefill) -> Standing | Rejection:
+    def look(self, request: "Request", remote: RemotePrefill) -> Standing | Refused:
         """Return what is known of the prefill engine that holds a request's prompt.
 
         A request that has waited for a verdict long enough, while its canary made no progress, is refused.
@@ -213,7 +205,7 @@ class Canaries(NoCanaries):
             return standing
         del self._waits[request.request_id]
         name = proving.request_id if proving is not None else "of before"
-        return Rejection(
+        return Refused(
             Cause.CANARY,
             f"{key} is not proven yet: request {name} is computed here and pulled from there as well, and for "
             f"{_PATIENCE_S:.0f} s nothing was computed of it, and there was no verdict. Send the request again; what "
@@ -349,7 +341,7 @@ class Canaries(NoCanaries):
         assert all(canary.ends.ranks < self._ranks for canary in self._under_way.values()), "one should have ended"
         assert len(self._verdicts) <= _MAX_VERDICTS, "verdicts are never forgotten"
 
-    def _standing(self, key: _Key, now: float) -> Standing | Rejection:
+    def _standing(self, key: _Key, now: float) -> Standing | Refused:
         if key in self._verdicts:
             verdict = self._verdicts[key]
             if verdict is None:
@@ -445,7 +437,7 @@ class Canaries(NoCanaries):
             )  # fmt: skip
             if ends.cause in _OF_THE_ENGINE:
                 until = math.inf if ends.cause is Cause.INCOMPATIBLE else self._clock() + _RETRY_S
-                self._decide(canary.key, Rejection(ends.cause, ends.failure, until))
+                self._decide(canary.key, Refused(ends.cause, ends.failure, until))
         elif canary.has_left:
             self.counts["canaries", "left"] += 1
         elif not ends.samples:
@@ -462,7 +454,7 @@ class Canaries(NoCanaries):
                 "here, in %d parts of layers", name, len(canary.tokens), request_id, ends.samples,
             )  # fmt: skip
 
-    def _refuse(self, name: _Key, request_id: str, difference: str) -> Rejection | None:
+    def _refuse(self, name: _Key, request_id: str, difference: str) -> Refused | None:
         """Return the verdict on an engine that differs."""
         found = f"{name} computes other keys and values than this engine: {difference}"
         way_out = "serve the same weights, adapters, --max-model-len and vLLM release on both sides"
@@ -475,9 +467,9 @@ class Canaries(NoCanaries):
             "PDConnector: %s (request %s). Nothing is pulled from there for as long as it lives; %s, or set canary to "
             "warn or off", found, request_id, way_out,
         )  # fmt: skip
-        return Rejection(Cause.CANARY, f"{found}; {way_out}")
+        return Refused(Cause.CANARY, f"{found}; {way_out}")
 
-    def _decide(self, key: _Key, verdict: Rejection | None) -> None:
+    def _decide(self, key: _Key, verdict: Refused | None) -> None:
         self._verdicts[key] = verdict
         if len(self._verdicts) > _MAX_VERDICTS:
             del self._verdicts[next(iter(self._verdicts))]

@@ -42,7 +42,7 @@ from pd_connector.params import (
 )
 from pd_connector.progress import Progress
 from pd_connector.scheduler.decode.border_states import BorderStates
-from pd_connector.scheduler.decode.canaries import NoCanaries, Rejection, Standing
+from pd_connector.scheduler.decode.canaries import NoCanaries, Standing
 from pd_connector.scheduler.decode.legs import (
     Announced,
     Computed,
@@ -60,7 +60,7 @@ from pd_connector.scheduler.decode.needed_blocks import NeededBlocks
 from pd_connector.scheduler.decode.pulls_ahead import PullsAhead
 from pd_connector.scheduler.decode.renewals import Renewals
 from pd_connector.scheduler.decode.single_use import Key, SingleUse
-from pd_connector.scheduler.decode.subscriptions import Subscriptions, TransferFailed
+from pd_connector.scheduler.decode.subscriptions import Subscriptions
 from pd_connector.scheduler.scheduler_role import SchedulerRole
 from pd_connector.stats import ComputedHere, StatsRecorder
 from pd_connector.vllm.cache_specs import Retention
@@ -139,7 +139,7 @@ class Consumer(SchedulerRole):
                 check_prompt(asked, prompt)
             self._take_up(request.request_id, asked, prompt)
         except ParamsError as error:
-            self._refuse(request.request_id, Refused(str(error)))
+            self._refuse(request.request_id, Refused(Cause.PARAMS, str(error)))
         if computes_whole_prompt(request):
             entry = self._give_up(request.request_id)
             cause = entry.cause if isinstance(entry, Refused) else ComputedHere.PROMPT
@@ -224,7 +224,7 @@ class Consumer(SchedulerRole):
         assert isinstance(landing, Landing), "a pull that is not under way has ended"
         self._let_go(request_id)
         if failed and not landing.has_left:
-            self._refuse(request_id, Refused("it could not be brought to host memory", Cause.LANDING))
+            self._refuse(request_id, Refused(Cause.LANDING, "it could not be brought to host memory"))
 
     @property
     def landing(self) -> set[str]:
@@ -357,21 +357,21 @@ class Consumer(SchedulerRole):
         if isinstance(found, Progress) and not announced.is_checked:
             announced.is_checked = True
             if reason := announced.mismatch(found.remote):
-                found = TransferFailed(Cause.PARAMS, reason)
-        if isinstance(found, TransferFailed):
+                found = Refused(Cause.PARAMS, reason)
+        if isinstance(found, Refused):
             self._subscriptions.forget(request_id)
             self._renewals.drop(request_id)
-            self._refuse(request_id, Refused(found.reason, found.cause))
+            self._refuse(request_id, found)
             return False
         if found.is_complete:
             self._subscriptions.take(request_id)
             self._legs.put(request_id, Waiting(found.remote))
             return self._must_wait_for_verdict(request, found.remote)
         if (standing := self._canaries.look(request, found.remote)) is not Standing.PROVEN:
-            if isinstance(standing, Rejection):
+            if isinstance(standing, Refused):
                 self._subscriptions.abandon(request_id)
-                self._refuse(request_id, Refused(standing.reason, standing.cause))
-            return not isinstance(standing, Rejection)  # a canary is of a prompt that is complete
+                self._refuse(request_id, standing)
+            return not isinstance(standing, Refused)  # a canary is of a prompt that is complete
         # What will be of no use is not pulled ahead: it shows whether it is once the prompt is complete.
         will_lack = self._needed.will_lack(found.remote, found.first_tokens, is_cut=not ends_with_media(request))
         return will_lack or not self._ahead.has_room(request)
@@ -379,11 +379,11 @@ class Consumer(SchedulerRole):
     def _must_wait_for_verdict(self, request: "Request", remote: RemotePrefill) -> bool:
         """Return whether a request waits until its prefill engine is proven. If it is not to be used, refuse it."""
         standing = self._canaries.look(request, remote)
-        if isinstance(standing, Rejection):
+        if isinstance(standing, Refused):
             if self._renewals.lost(request.request_id) is None:
                 self._renewals.cancel(remote)
             self._renewals.drop(request.request_id)
-            self._refuse(request.request_id, Refused(standing.reason, standing.cause))
+            self._refuse(request.request_id, standing)
         return standing is Standing.AWAITED
 
     def _is_useless(self, request: "Request", remote: RemotePrefill, computed_tokens: int = 0) -> bool:
@@ -419,21 +419,15 @@ class Consumer(SchedulerRole):
         transfer_id, complete_tokens = "", 0
         if isinstance(leg, Announced):
             found = self._subscriptions.take(request_id)
-            if isinstance(found, TransferFailed):
-                entry: Entry = Refused(found.reason, found.cause)
-            elif found.is_complete:
-                entry = found.remote
-            else:
-                entry = found.remote
+            entry: Entry = found if isinstance(found, Refused) else found.remote
+            if isinstance(found, Progress) and not found.is_complete:
                 transfer_id, complete_tokens = leg.transfer.transfer_id, found.tokens
-                self._renewals.keep(request_id, entry)
+                self._renewals.keep(request_id, found.remote)
                 self._ahead.start(request)
         else:
             entry = leg.entry
         assert not isinstance(entry, Follower), "a follower pulls nothing"
-        refusal = entry if isinstance(entry, Refused) else None
-        if isinstance(entry, RemotePrefill) and (lost := self._renewals.lost(request_id)) is not None:
-            refusal = Refused(lost.reason, lost.cause)
+        refusal = entry if isinstance(entry, Refused) else self._renewals.lost(request_id)
         self._legs.put(request_id, Pulling(entry, refusal.cause if refusal is not None else Cause.NONE))
         if refusal is not None:
             self._refusals.append(RefuseOrder(request_id, refusal.cause, refusal.reason, traceparent(request)))

@@ -1,5 +1,6 @@
 """The states of a decode leg, as data, and the book that holds each leg in one of them."""
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,10 +12,11 @@ from pd_connector.scheduler.decode.single_use import Key
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A decode leg that cannot be pulled."""
+    """Why nothing is pulled for a decode leg, or from a prefill engine, and until when on the clock."""
 
-    reason: str
-    cause: Cause = Cause.PARAMS
+    cause: Cause
+    reason: str  # for people
+    until: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from typing import Any
 
 from pd_connector.orders import Cause
 from pd_connector.params import RemotePrefill
+from pd_connector.scheduler.decode.legs import Refused
 from transfer.control.client import ControlClient
 from transfer.control.failures import PeerRefused
 from transfer.control.messages import MAX_REQUEST_BYTES, Cancel, ErrorCode, Renew, Renewed
@@ -34,20 +35,12 @@ _ANNOUNCED_AFTER_S = 0.05  # pulls that end sooner are not announced
 _Engine = tuple[str, str, int, float]  # engine id, host and port; leases of another time to live are kept apart
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseLost:
-    """A lease is no longer valid, or was given up, which is final."""
-
-    cause: Cause
-    reason: str  # for people
-
-
 @dataclass(slots=True, eq=False)
 class _Kept:
     request_id: str
     remote: RemotePrefill
     give_up_at: float  # unless it is being pulled by then
-    lost: LeaseLost | None = None
+    lost: Refused | None = None
 
     @property
     def engine(self) -> _Engine:
@@ -175,7 +168,7 @@ class Renewals:
         future = self._client.request(remote.remote_host, remote.remote_port, message, self._message_timeout_s)
         future.add_done_callback(log_undelivered)
 
-    def lost(self, request_id: str) -> LeaseLost | None:
+    def lost(self, request_id: str) -> Refused | None:
         """Return why a request's lease has ended; None if it is not known to have ended, or is not renewed."""
         with self._changed:
             kept = self._kept.get(request_id)
@@ -198,7 +191,7 @@ class Renewals:
                     late += bucket.give_up(now)
                     messages.append((engine, *bucket.renew(now, self._message_timeout_s)))
             for kept in late:
-                kept.lost = LeaseLost(
+                kept.lost = Refused(
                     Cause.QUEUE,
                     f"{kept.name} was given up, because the request waited {self._queue_timeout_s:g} s for blocks of "
                     "this engine (queue_timeout_s): it has too few for its requests, or is paused",
@@ -266,7 +259,7 @@ class Renewals:
         with self._changed:
             for kept in ended:
                 if self._kept.get(kept.request_id) is kept and kept.lost is None:
-                    kept.lost = LeaseLost(cause, f"{kept.name} has ended: {reason}")
+                    kept.lost = Refused(cause, f"{kept.name} has ended: {reason}")
                     self._remove(kept)
 
     def _remove(self, kept: _Kept) -> None:

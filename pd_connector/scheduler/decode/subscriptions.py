@@ -23,6 +23,7 @@ from functools import partial
 from pd_connector.orders import Cause, cause_of
 from pd_connector.params import RemoteTransfer
 from pd_connector.progress import Progress, TransferEnded
+from pd_connector.scheduler.decode.legs import Refused
 from pd_connector.scheduler.decode.renewals import Renewals, log_undelivered
 from pd_connector.vllm.engine_core import EngineLoop
 from transfer.control.client import ControlClient
@@ -42,14 +43,6 @@ class FollowLimits:
     queue_s: float  # the prefill engine to know the transfer, to begin with it, or to get further than before
 
 
-@dataclass(frozen=True, slots=True)
-class TransferFailed:
-    """A prompt will not come. Final."""
-
-    cause: Cause
-    reason: str  # for people
-
-
 @dataclass(slots=True, eq=False)
 class _Subscription:
     request_id: str
@@ -60,7 +53,7 @@ class _Subscription:
     was_answered: bool = False
     reached: int = -2  # tokens that were ever complete; -1 if the prompt was only queued, -2 if it was unknown
     is_pulled: bool = False  # so only its end matters
-    failed: TransferFailed | None = None
+    failed: Refused | None = None
 
     @property
     def has_ended(self) -> bool:
@@ -106,7 +99,7 @@ class Subscriptions:
             self._followed[request_id] = subscription
         self._ask(subscription)
 
-    def look(self, request_id: str) -> Progress | TransferFailed | None:
+    def look(self, request_id: str) -> Progress | Refused | None:
         """Return how far a prompt is, or why it will not come; None if the prefill engine is not computing it yet.
 
         Gives up a transfer that has taken too long.
@@ -123,7 +116,7 @@ class Subscriptions:
         is_begun = progress.state in {TransferState.COMPUTING, TransferState.COMPLETE}
         return subscription.failed or (progress if is_begun else None)
 
-    def take(self, request_id: str) -> Progress | TransferFailed:
+    def take(self, request_id: str) -> Progress | Refused:
         """Return the newest of a prompt for which ``look`` has returned something, and is pulled now if it comes.
 
         The lease of a complete prompt is renewed from then on until the renewals are told otherwise. One that is not
@@ -243,11 +236,11 @@ class Subscriptions:
         try:
             progress = subscription.progress.after(future.result())
         except TransferEnded as ended:
-            subscription.failed = TransferFailed(Cause.TRANSFER, str(ended))
+            subscription.failed = Refused(Cause.TRANSFER, str(ended))
             return
         except Exception as error:
             cause = cause_of(error) if isinstance(error, TransferError) else Cause.INTERNAL
-            subscription.failed = TransferFailed(cause, f"{subscription.progress.label} cannot be followed: {error}")
+            subscription.failed = Refused(cause, f"{subscription.progress.label} cannot be followed: {error}")
             return
         subscription.was_answered = True
         if subscription.is_pulled:
@@ -259,37 +252,37 @@ class Subscriptions:
         if (reached := before.get(progress.state, progress.tokens)) > subscription.reached:  # starting over is not
             subscription.reached, subscription.give_up_at = reached, self._clock() + self._limits.queue_s
 
-    def _too_late(self, subscription: _Subscription) -> TransferFailed:
+    def _too_late(self, subscription: _Subscription) -> Refused:
         progress, limits = subscription.progress, self._limits
         label, state, attempt = progress.label, progress.state, progress.attempt
         if state is TransferState.UNKNOWN and not subscription.was_answered:
-            return TransferFailed(
+            return Refused(
                 Cause.UNREACHABLE,
                 f"{label} is unknown: the prefill engine has not answered for {limits.queue_s:g} s "
                 "(queue_timeout_s). Check that it runs, and that its control port can be reached from here",
             )
         if state is TransferState.UNKNOWN:
-            return TransferFailed(
+            return Refused(
                 Cause.TRANSFER,
                 f"{label} did not begin within {limits.queue_s:g} s (queue_timeout_s): the prefill engine has "
                 "received no request with this transfer_id. The router must send it the other leg with the same "
                 "transfer_id; if that takes longer, raise queue_timeout_s",
             )
         if state is TransferState.QUEUED and not attempt:
-            return TransferFailed(
+            return Refused(
                 Cause.QUEUE,
                 f"{label} was given up: it waited {limits.queue_s:g} s in the prefill engine's queue "
                 "(queue_timeout_s): that engine has too many requests, or is paused",
             )
         if attempt > 0:
-            return TransferFailed(
+            return Refused(
                 Cause.PREEMPTED,
                 f"{label} was given up: the prefill engine has preempted the prompt and started it over (attempt "
                 f"{attempt + 1}), and has not got beyond {max(subscription.reached, 0)} tokens for "
                 f"{limits.queue_s:g} s (queue_timeout_s): it lacks KV blocks. Give it more memory or fewer requests at "
                 "a time, or raise queue_timeout_s",
             )
-        return TransferFailed(
+        return Refused(
             Cause.QUEUE,
             f"{label} was given up: the prefill engine has not gone on with it for {limits.queue_s:g} s "
             "(queue_timeout_s): it is overloaded or paused",

@@ -9,7 +9,8 @@ import pytest
 
 from pd_connector.orders import CanaryEnds, CanaryReference, CanaryRoom, Cause, Orders, Report
 from pd_connector.scheduler.decode import canaries as module
-from pd_connector.scheduler.decode.canaries import Canaries, Rejection, Standing
+from pd_connector.scheduler.decode.canaries import Canaries, Standing
+from pd_connector.scheduler.decode.legs import Refused
 from pd_connector.stats import ComputedHere
 from pd_connector.vllm.cache_specs import Retention
 from pd_connector.vllm.device_blocks import DeviceBlocks
@@ -356,7 +357,7 @@ def test_a_difference_on_one_rank_is_enough() -> None:
     d.computes(first)
     d.settle(Report(canaries={"first": CanaryEnds(1, samples=4)}))
     d.settle(Report(canaries={"first": CanaryEnds(1, samples=4, difference="layer 'l1'")}))
-    assert isinstance(d.canaries.look(first, a_remote_of("P")), Rejection)
+    assert isinstance(d.canaries.look(first, a_remote_of("P")), Refused)
 
 
 @pytest.mark.parametrize("fails_first", [False, True])
@@ -368,7 +369,7 @@ def test_a_difference_on_one_rank_counts_though_the_pull_of_another_has_failed(f
     ends = [CanaryEnds(1, samples=4, difference="layer 'l1'"), CanaryEnds(1, cause=Cause.READ, failure="no")]
     for end in ends[::-1] if fails_first else ends:
         d.settle(Report(canaries={"first": end}))
-    assert isinstance(d.canaries.look(first, a_remote_of("P")), Rejection)
+    assert isinstance(d.canaries.look(first, a_remote_of("P")), Refused)
 
 
 def test_with_warn_it_is_used_all_the_same(caplog: pytest.LogCaptureFixture) -> None:

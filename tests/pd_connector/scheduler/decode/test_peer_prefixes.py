@@ -9,7 +9,8 @@ import pytest
 
 from pd_connector.orders import Cause
 from pd_connector.params import RemotePrefill
-from pd_connector.scheduler.decode.canaries import NoCanaries, Rejection, Standing
+from pd_connector.scheduler.decode.canaries import NoCanaries, Standing
+from pd_connector.scheduler.decode.legs import Refused
 from pd_connector.scheduler.decode.peer_prefixes import PeerPrefixes
 from tests.support.simulation.prefix_engines import (
     BLOCK,
@@ -436,11 +437,11 @@ def test_decode_legs_and_prompts_that_must_be_computed_are_not_asked_for(world: 
 class ScriptedCanaries(NoCanaries):
     """Says of every engine what the test says, and remembers what is to prove it."""
 
-    def __init__(self, standing: Standing | Rejection) -> None:
+    def __init__(self, standing: Standing | Refused) -> None:
         self.standing = standing
         self.begun: list[tuple[str, int, int]] = []  # request, tokens of the prompt there, and here already
 
-    def look(self, request: Any, remote: RemotePrefill) -> Standing | Rejection:
+    def look(self, request: Any, remote: RemotePrefill) -> Standing | Refused:
         return self.standing
 
     def begin(self, request: Any, remote: RemotePrefill, computed_tokens: int, **known: bool) -> bool:
@@ -461,8 +462,8 @@ def test_the_first_prompt_that_an_engine_holds_proves_it_and_is_computed(world: 
     assert holder.leases == 1, "it is read, and released, by the canary"
 
 
-@pytest.mark.parametrize("standing", [Standing.AWAITED, Rejection(Cause.CANARY, "it differs")])
-def test_nothing_is_pulled_from_an_engine_that_is_not_proven(world: World, standing: Standing | Rejection) -> None:
+@pytest.mark.parametrize("standing", [Standing.AWAITED, Refused(Cause.CANARY, "it differs")])
+def test_nothing_is_pulled_from_an_engine_that_is_not_proven(world: World, standing: Standing | Refused) -> None:
     holder = a_holder(world)
     finder = asker(world, holder)
     hold(world, holder, FIRST)

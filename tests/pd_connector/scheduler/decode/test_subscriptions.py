@@ -11,8 +11,9 @@ import pytest
 
 from pd_connector.params import RemoteTransfer
 from pd_connector.progress import Progress
+from pd_connector.scheduler.decode.legs import Refused
 from pd_connector.scheduler.decode.renewals import Renewals
-from pd_connector.scheduler.decode.subscriptions import FollowLimits, Subscriptions, TransferFailed
+from pd_connector.scheduler.decode.subscriptions import FollowLimits, Subscriptions
 from pd_connector.vllm.engine_core import EngineLoop
 from tests.support.connector.consumers import MESSAGE_TIMEOUT_S, QUEUE_TIMEOUT_S, consumer_parts
 from tests.support.connector.followed_answers import QUEUED, UNKNOWN, blocks_of, complete, computing, ended
@@ -64,9 +65,9 @@ class Following:
         assert isinstance(found, Progress)
         return found
 
-    def failure(self) -> TransferFailed:
+    def failure(self) -> Refused:
         found = self.subscriptions.look("r")
-        assert isinstance(found, TransferFailed)
+        assert isinstance(found, Refused)
         return found
 
 
@@ -248,7 +249,7 @@ def test_what_takes_too_long_is_given_up_and_cancelled(
 ) -> None:
     following.answer(*answers)
     following.clock.advance(limit_s - 0.01)
-    assert not isinstance(following.subscriptions.look("r"), TransferFailed)
+    assert not isinstance(following.subscriptions.look("r"), Refused)
     following.clock.advance(0.02)
     failure = following.failure()
     assert failure.cause == cause
@@ -270,7 +271,7 @@ def test_progress_of_any_size_postpones_the_end(following: Following) -> None:
 
 def test_a_prompt_that_is_started_over_again_and_again_is_given_up(following: Following) -> None:
     for attempt in range(int(QUEUE_TIMEOUT_S / 20)):
-        assert not isinstance(following.subscriptions.look("r"), TransferFailed)
+        assert not isinstance(following.subscriptions.look("r"), Refused)
         queued = msgspec.structs.replace(QUEUED, attempt=attempt + 1)
         following.answer(computing(48 - 16 * (attempt % 2), attempt=attempt), queued, after_s=10.0)
     following.clock.advance(10.0)
