@@ -313,7 +313,7 @@ def canary_pulls(
     """Return the role of canaries, whose scratch memory is registered with the transfer engine of ``context``.
 
     Args:
-        context: of the pulls into ``kv_caches``, with a control client for these alone.
+        context: of the pulls into ``kv_caches``.
         kv_caches: what the model runner passes, by layer.
         tensors: all memory of ``kv_caches``.
         cost: of reads.

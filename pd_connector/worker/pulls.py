@@ -29,7 +29,7 @@ OpenSession = Callable[[PullContext, Callable[[AnyEnd], None], PeerAddress], Pee
 
 
 class Pulls(WorkerRole):
-    """Owns the sessions with prefill engines, the control client that they share, and the pulls in quarantine.
+    """Owns the sessions with prefill engines, and the pulls in quarantine.
 
     There is a session for each pair of engine id and address. Both come from clients: a wrong address must not divert
     the pulls of requests that name the right one.
@@ -116,7 +116,10 @@ class Pulls(WorkerRole):
         self._close_idle_sessions(0.0)
 
     def join(self) -> None:
-        """Close the control client, whose answers sessions may wait for, and wait for their threads."""
+        """Close the control client, whose answers sessions may wait for, and wait for their threads.
+
+        All pulls of a worker share the client, and end together.
+        """
         self._context.client.close()
         deadline = time.monotonic() + _CLOSE_TIMEOUT_S
         self._closing = [s for s in self._closing if not s.join(max(deadline - time.monotonic(), 0.0))]

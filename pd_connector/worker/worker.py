@@ -391,23 +391,15 @@ class ConnectorWorker:
             max_model_len=max_model_len(self._vllm_config),
             stated=recipe_keys(extra_config(self._vllm_config)).prefill,
         )
-        of_prefixes = context
         if self._role.consumes:
             self._roles.append(Pulls(context, self._limits.peer_idle_s, self._stats))
-            of_prefixes = self._with_own_client(context, checksums) if config.peers is not None else context
         if config.peers is not None:
-            self._roles.append(PrefixPulls(Pulls(of_prefixes, self._limits.peer_idle_s, self._stats), self._stats))
+            self._roles.append(PrefixPulls(Pulls(context, self._limits.peer_idle_s, self._stats), self._stats))
         if self._tries_canaries:
-            own = replace(context, client=ControlClient(keys=self._keys, allowed=self._allowed))
             cost = read_cost(config)
-            self._roles.append(canary_pulls(own, caches.by_layer, caches.tensors, cost, on_host=caches.on_host))
+            self._roles.append(canary_pulls(context, caches.by_layer, caches.tensors, cost, on_host=caches.on_host))
         if self._host is not None and self._landing_reads is not None:
             self._roles.append(self._landings(context, self._host, self._landing_reads))
-
-    def _with_own_client(self, context: PullContext, checksums: CacheChecksums | None) -> PullContext:
-        """Return the same for other pulls, which have a control client of their own: whoever ends closes it."""
-        client = ControlClient(keys=self._keys, allowed=self._allowed)
-        return replace(context, client=client, verifier=Verifier(checksums, client) if checksums is not None else None)
 
     def _landings(self, context: PullContext, host: HostPool, reads: RemoteReader) -> LandingPulls:
         """Return what pulls to host memory: nothing of the device takes part, so no pull waits for it."""
@@ -418,13 +410,11 @@ class ConnectorWorker:
             raise ConfigError(
                 f"host_transfers = {config.host_transfers!r}: {error}; or set host_transfers to 'off'"
             ) from error
-        client = ControlClient(keys=self._keys, allowed=self._allowed)
-        verifier = Verifier(CacheChecksums(geometry, in_place), client) if config.verify else None
+        verifier = Verifier(CacheChecksums(geometry, in_place), context.client) if config.verify else None
         context = replace(
             context,
             local=geometry,
             engine=first_way(context.engine),  # what it reads to may not be pinned
-            client=client,
             reads=reads,
             verifier=verifier,
             raise_fence=no_fence,
