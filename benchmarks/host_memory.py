@@ -23,12 +23,11 @@ from benchmarks.pull import BLOCK_TOKENS, HOST, MODEL, Measured, Request, block_
 from layout.cost import CostModel
 from layout.geometry import Region, WorkerGeometry
 from layout.host_blocks import HostLayout, host_layout
-from layout.host_slots import slot_geometry
+from layout.host_slots import host_block_geometry, slot_geometry
 from pd_connector.orders import Orders, PullOrder
 from pd_connector.params import RemotePrefill
 from pd_connector.scheduler.prefill.lease_service import LeaseService
 from pd_connector.scheduler.prefill.leases import LeaseTable
-from pd_connector.worker.host.slot_pulls import host_block_geometry
 from pd_connector.worker.peer import PullContext
 from pd_connector.worker.pulls import Pulls
 from pd_connector.worker.remote_reader import RemoteReader

@@ -41,6 +41,18 @@ def slot_geometry(geometry: WorkerGeometry, layout: HostLayout, pool: Region) ->
     return replace(geometry, groups=groups, regions=(pool,))
 
 
+def host_block_geometry(geometry: WorkerGeometry, layout: HostLayout, pool: Region) -> WorkerGeometry:
+    """Return host memory as a cache whose block ids are those of a pool of host blocks: slot s is block s + 1.
+
+    Block 0, which stands for a hole and is never read or written, would lie before the memory.
+
+    Raises:
+        SlotPlaneError: see ``slot_geometry``.
+    """
+    shifted = Region(pool.address - layout.slot_bytes, pool.size + layout.slot_bytes)
+    return replace(slot_geometry(geometry, layout, shifted), regions=(pool,))
+
+
 @dataclass(frozen=True, slots=True)
 class _Place:
     """Where the layer of a plane lies in a slot: the offset of its first item, and its strides."""

@@ -7,23 +7,22 @@ from typing import Any, ClassVar, Literal
 
 from pd_connector.orders import Orders, PullOrder, RankEnds, Report
 from pd_connector.stats import StatsRecorder
+from pd_connector.worker.peer import PullContext
 from pd_connector.worker.pull_end import PullEnd
 from pd_connector.worker.pulls import Pulls
-from pd_connector.worker.worker_role import WorkerRole
 
 logger = logging.getLogger(__name__)
 
 
-class UnawaitedPulls(WorkerRole, ABC):
-    """Owns such pulls of one kind, and what carries them out."""
+class UnawaitedPulls(Pulls, ABC):
+    """Owns such pulls of one kind."""
 
     #: Their name in a step's ``Orders``, and that of their ends in a ``Report``.
     kind: ClassVar[Literal["landings", "prefixes"]]
 
-    def __init__(self, pulls: Pulls, stats: StatsRecorder) -> None:
-        self._pulls = pulls
+    def __init__(self, context: PullContext, peer_idle_s: float, stats: StatsRecorder) -> None:
+        super().__init__(context, peer_idle_s, stats)
         self._stats = stats
-        self._outstanding: set[str] = set()
 
     @abstractmethod
     def note(self, end: PullEnd) -> None:
@@ -32,7 +31,11 @@ class UnawaitedPulls(WorkerRole, ABC):
     def execute(self, orders: Orders) -> list[str]:
         """Start the pulls. No request waits for them here."""
         pulls: tuple[PullOrder, ...] = getattr(orders, self.kind)
-        self._outstanding.update(self._pulls.execute(Orders(pulls=pulls, model_changes=orders.model_changes)))
+        super().execute(Orders(pulls=pulls, model_changes=orders.model_changes))
+        return []
+
+    def take_ends(self) -> list[PullEnd]:
+        """Return none: they are in the reports."""
         return []
 
     def take_report(self) -> Report:
@@ -42,11 +45,10 @@ class UnawaitedPulls(WorkerRole, ABC):
             UnsettledReadError: nothing proves that the reads of a pull write no more.
         """
         ends = {}
-        for end in self._pulls.take_ends():
+        for end in super().take_ends():
             self.note(end)
-            self._outstanding.discard(end.request_id)
             ends[end.request_id] = RankEnds(1, bool(end.failure), bool(end.lacking_states))
-        self._pulls.take_report()  # of what lacked states, as the ends say it here
+        super().take_report()  # of what lacked states, as the ends say it here
         return self._report(ends)
 
     def abandoned(self) -> Report:
@@ -58,21 +60,18 @@ class UnawaitedPulls(WorkerRole, ABC):
         named: dict[str, Any] = {self.kind: ends}
         return Report(**named)
 
-    def close(self) -> None:
-        """Start no more reads."""
-        self._pulls.close()
 
-    def join(self) -> None:
-        """Wait for the threads."""
-        self._pulls.join()
+class LandingPulls(UnawaitedPulls):
+    """Owns the pulls to host memory. ``context`` has the geometry of the host pool."""
 
-    def check_ended(self) -> None:
-        """Raise RuntimeError if a thread still runs after ``join``."""
-        self._pulls.check_ended()
+    kind = "landings"
 
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless the books balance."""
-        self._pulls.check_integrity()
+    def note(self, end: PullEnd) -> None:
+        """Count a pull, as one to the device is."""
+        end.count(self._stats)
+        self._stats.count("landed_bytes", end.copied_bytes)
+        if end.failure:
+            logger.error("PDConnector: request %s: not brought to host memory: %s", end.request_id, end.failure)
 
 
 class PrefixPulls(UnawaitedPulls):

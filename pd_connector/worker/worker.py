@@ -11,7 +11,7 @@ import torch
 
 from layout.geometry import ModelIdentity, Region, WorkerGeometry
 from layout.host_blocks import host_layout
-from layout.host_slots import SlotPlaneError
+from layout.host_slots import SlotPlaneError, host_block_geometry
 from pd_connector.config import ConfigError, ConnectorConfig, recipe_keys
 from pd_connector.engine_limits import ENGINE_LIMITS, EngineLimits
 from pd_connector.orders import Orders, Report, WorkerHandshake, WorkerRanks
@@ -34,7 +34,6 @@ from pd_connector.worker.canary import canary_pulls, canary_room
 from pd_connector.worker.device_fence import RaiseFence, StepEnds, fences, no_fence
 from pd_connector.worker.host.pool import HostPool, HostQuota
 from pd_connector.worker.host.pool_copies import open_pool_copies
-from pd_connector.worker.host.slot_pulls import LandingPulls, host_block_geometry
 from pd_connector.worker.lease_checksums import CacheChecksums, LeaseChecksums
 from pd_connector.worker.peer import ClearTails, PullContext, keep_tails
 from pd_connector.worker.pulls import Pulls
@@ -42,7 +41,7 @@ from pd_connector.worker.readers import host_reader, remote_reader
 from pd_connector.worker.remote_reader import RemoteReader
 from pd_connector.worker.same_host import first_way, same_host_address
 from pd_connector.worker.transfer_engine import goes_through_device, lender, open_engine, read_cost, transport
-from pd_connector.worker.unawaited_pulls import PrefixPulls
+from pd_connector.worker.unawaited_pulls import LandingPulls, PrefixPulls
 from pd_connector.worker.verification import Verifier
 from pd_connector.worker.worker_role import Arrivals, FailedBlocks, WorkerRole, fail_transfers
 from transfer.control.client import ControlClient
@@ -394,7 +393,7 @@ class ConnectorWorker:
         if self._role.consumes:
             self._roles.append(Pulls(context, self._limits.peer_idle_s, self._stats))
         if config.peers is not None:
-            self._roles.append(PrefixPulls(Pulls(context, self._limits.peer_idle_s, self._stats), self._stats))
+            self._roles.append(PrefixPulls(context, self._limits.peer_idle_s, self._stats))
         if self._tries_canaries:
             cost = read_cost(config)
             self._roles.append(canary_pulls(context, caches.by_layer, caches.tensors, cost, on_host=caches.on_host))
@@ -420,7 +419,7 @@ class ConnectorWorker:
             raise_fence=no_fence,
             clear_tails=self._cleaner(geometry, [host_tensor(host.region)]),
         )
-        return LandingPulls(Pulls(context, self._limits.peer_idle_s, self._stats), self._stats)
+        return LandingPulls(context, self._limits.peer_idle_s, self._stats)
 
     def _fences(self, caches: "_RegisteredCaches") -> RaiseFence:
         """Return what raises the fences of pulls; none are needed if vLLM defers the reuse of freed blocks enough.

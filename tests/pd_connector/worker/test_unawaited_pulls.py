@@ -7,7 +7,6 @@ import pytest
 from pd_connector.orders import Orders, RankEnds, Report
 from pd_connector.stats import StatsRecorder
 from pd_connector.worker.pull_end import PullEnd
-from pd_connector.worker.pulls import Pulls
 from pd_connector.worker.unawaited_pulls import PrefixPulls
 from tests.support.connector.engines import OURS, PREFILL, THEIRS, DecodeWorker, Site, an_order
 from tests.support.engine.in_process import Fault
@@ -19,7 +18,7 @@ class Puller:
 
     def __init__(self, worker: DecodeWorker) -> None:
         self.worker, self.stats = worker, StatsRecorder()
-        self.prefixes = PrefixPulls(Pulls(worker.context(), 600.0, self.stats), self.stats)
+        self.prefixes = PrefixPulls(worker.context(), 600.0, self.stats)
 
     def end(self) -> Report:
         reports: list[Report] = []
@@ -72,9 +71,8 @@ def test_pulls_for_others_are_left_to_others(puller: Puller, site: Site) -> None
 
 
 def test_what_lacked_states_is_said_by_how_it_ended_and_remembered_nowhere(puller: Puller) -> None:
-    pulls = puller.prefixes._pulls
-    for outstanding in (pulls._outstanding, puller.prefixes._outstanding):
-        outstanding.add("prefix")
+    pulls = puller.prefixes
+    pulls._outstanding.add("prefix")
     pulls._ended.put(PullEnd("prefix", lacking_states=frozenset({(1, 0)})))
     assert puller.end().prefixes == {"prefix": RankEnds(1, lacks_states=True)}
     assert not pulls._lacking_states

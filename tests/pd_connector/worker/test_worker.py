@@ -22,9 +22,9 @@ from pd_connector.vllm.cache_groups import Ranks
 from pd_connector.worker import worker as module
 from pd_connector.worker.canary import CanaryPulls
 from pd_connector.worker.host.pool import HostPool
-from pd_connector.worker.host.slot_pulls import LandingPulls
 from pd_connector.worker.lease_checksums import LeaseChecksums
 from pd_connector.worker.pulls import Pulls
+from pd_connector.worker.unawaited_pulls import LandingPulls
 from pd_connector.worker.worker import ConnectorWorker
 from pd_connector.worker.worker_role import PartEnd, WorkerRole
 from tests.support.connector.vllm_engine import BLOCK_TOKENS, CACHES, LAYERS, a_config
@@ -144,7 +144,7 @@ def test_pulls_to_where_vllm_zeroes_blocks_clear_what_they_leave(
     monkeypatch.setattr(KVCacheConfig, "needs_kv_cache_zeroing", needs)
     worker = worker_of("kv_consumer", registered=True, host_transfers="auto", cpu_bytes_to_use=64 << 20, canary=None)
     _, pulls, canaries, landings = cast("list[Any]", worker.side._roles)
-    contexts = [each._context for each in (pulls, landings._pulls, canaries._pulls)]
+    contexts = [each._context for each in (pulls, landings, canaries._pulls)]
     cleaned = [getattr(context.clear_tails, "_geometry", None) for context in contexts]
     assert cleaned == ([contexts[0].local, contexts[1].local, None] if needs else [None] * 3)
 
@@ -445,5 +445,5 @@ def test_a_worker_keeps_the_limits_that_are_no_settings(worker_of: Open) -> None
     _, pulls, landings = worker_of("kv_consumer", registered=True, **transfers).side._roles
     assert isinstance(pulls, Pulls)
     assert isinstance(landings, LandingPulls)
-    for each in (pulls, landings._pulls):
+    for each in (pulls, landings):
         assert (each._peer_idle_s, each._context.handshake_timeout_s) == (600.0, 10.0)

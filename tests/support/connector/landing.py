@@ -8,11 +8,11 @@ import numpy as np
 from layout.cost import CostModel
 from layout.geometry import Region
 from layout.host_blocks import HostLayout, host_layout
+from layout.host_slots import host_block_geometry
 from pd_connector.orders import RankEnds, Report
 from pd_connector.stats import StatsRecorder
-from pd_connector.worker.host.slot_pulls import LandingPulls, host_block_geometry
-from pd_connector.worker.pulls import Pulls
 from pd_connector.worker.remote_reader import RemoteReader
+from pd_connector.worker.unawaited_pulls import LandingPulls
 from tests.support.connector.engines import DecodeWorker
 from tests.support.memory import Bytes
 from tests.support.waiting import until
@@ -34,7 +34,7 @@ class HostMemory:
         local = host_block_geometry(worker.rank.geometry, self.layout, self.region)
         context = replace(worker.context(), local=local, reads=reads)
         self.stats = StatsRecorder()
-        self.landings = LandingPulls(Pulls(context, 600.0, self.stats), self.stats)
+        self.landings = LandingPulls(context, 600.0, self.stats)
 
     def end(self) -> RankEnds:
         reports: list[Report] = []

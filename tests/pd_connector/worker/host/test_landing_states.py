@@ -12,9 +12,9 @@ if INSTALLED < (0, 30):
 
 from layout.geometry import Region
 from layout.host_blocks import host_layout
+from layout.host_slots import host_block_geometry
 from layout.plan import compile_plans
 from layout.sharding import choose_sources
-from pd_connector.worker.host.slot_pulls import host_block_geometry
 from tests.support.connector.state_caches import GDN, MAMBA2, SHORT_CONV, StateLayout, StateModel, fill, ranks
 from tests.support.connector.state_pulls import STATE_TOKENS, state_table
 from transfer.copies.reshape.reshape import run_copies

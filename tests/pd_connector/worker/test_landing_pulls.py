@@ -3,14 +3,10 @@
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from pd_connector.orders import Orders, RankEnds, Report
-from pd_connector.stats import StatsRecorder
-from pd_connector.worker.host.slot_pulls import LandingPulls
+from pd_connector.orders import Orders, RankEnds
 from pd_connector.worker.pull_end import PullEnd
 from tests.support.connector.engines import DECODE, OURS, PREFILL, THEIRS, Site, an_order
 from tests.support.connector.landing import LANDING_SLOTS, HostMemory
@@ -77,10 +73,11 @@ def test_landings_that_have_not_ended_when_the_engine_sleeps_have_failed(hosts: 
     assert not host.landings.abandoned()
 
 
-def test_a_landing_of_which_the_prefill_engine_lacks_a_state_says_so() -> None:
-    ended: Any = SimpleNamespace(
-        take_ends=lambda: [PullEnd("r", lacking_states=frozenset({(1, 4)})), PullEnd("s")], take_report=Report
-    )
-    ends = LandingPulls(ended, StatsRecorder()).take_report().landings
+def test_a_landing_of_which_the_prefill_engine_lacks_a_state_says_so(hosts: list[HostMemory]) -> None:
+    landings = hosts[0].landings
+    for end in (PullEnd("r", lacking_states=frozenset({(1, 4)})), PullEnd("s")):
+        landings._outstanding.add(end.request_id)
+        landings._ended.put(end)
+    ends = landings.take_report().landings
     assert ends == {"r": RankEnds(1, lacks_states=True), "s": RankEnds(1)}
     assert ends["s"] + ends["r"] + ends["s"] == RankEnds(3, lacks_states=True)
