@@ -44,7 +44,7 @@ from pd_connector.scheduler.host.tier import HostTier, StoreMode
 from pd_connector.scheduler.prefill.checksum_table import ChecksumTable
 from pd_connector.scheduler.prefill.lease_moves import LeaseMoves
 from pd_connector.scheduler.prefill.leases import LeaseTable
-from pd_connector.vllm.block_pools import HostBlockPool, HostBlocks, Leased
+from pd_connector.vllm.block_pools import HostBlockPool, Leased
 from pd_connector.vllm.cache_specs import Retention
 from pd_connector.vllm.device_blocks import DeviceBlocks
 from pd_connector.vllm.engine_config import max_blocks_per_step
@@ -224,7 +224,7 @@ def moving(clock: Clock, blocks: int, rounds: int = 16) -> tuple[list[float], li
         assert engine.manager.allocate_slots(request, request.num_tokens) is not None, "the device is full"
         held = engine.blocks.hold(request.request_id)
         engine.manager.free(request)
-        table.grant(request.request_id, held, "", (tuple(block.block_id for block in held),))
+        table.grant(request.request_id, Leased(held), "", (tuple(block.block_id for block in held),))
         begun = clock()
         (store,) = moves.step_orders({}).stores
         order.append(1e3 * (clock() - begun))
@@ -235,8 +235,8 @@ def moving(clock: Clock, blocks: int, rounds: int = 16) -> tuple[list[float], li
         assert table.in_host_memory == 1, f"the lease of round {number} stays"
         table.cancel_all()
         for each in table.collect():
-            assert isinstance(each, HostBlocks), f"the lease of round {number} has not moved"
-            moves.release(each)
+            assert not each.blocks, f"the lease of round {number} has not moved"
+            engine.tier.loans.take_back(each.hosts)
     return order, end
 
 

@@ -27,25 +27,15 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class HostBlocks:
-    """Host blocks to which a lease holds references."""
+class Leased:
+    """What a lease holds references to: blocks of the device, host blocks, or both.
 
-    blocks: HeldBlocks
-
-
-@dataclass(frozen=True, eq=False)
-class BlocksAndSlots:
-    """Blocks of the device to which a lease holds references, and host blocks that hold some of the same tokens.
-
-    Readers may have begun with those before the device had them.
+    If both, the host blocks hold some of the same tokens: readers may have begun with them before the device had these.
     """
 
-    blocks: HeldBlocks
-    hosts: HeldBlocks
+    blocks: HeldBlocks = ()
+    hosts: HeldBlocks = ()
 
-
-#: What a lease holds: references to blocks of the device, or of host memory, or of both.
-Leased: TypeAlias = "HeldBlocks | HostBlocks | BlocksAndSlots"
 
 #: Keys by which a request's blocks are found, in block table order.
 BlockKeys: TypeAlias = "tuple[BlockHashWithGroupId, ...]"

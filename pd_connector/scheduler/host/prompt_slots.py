@@ -51,16 +51,12 @@ class PromptSlots:
         )
 
     def hand_over(self, request_id: str) -> HeldBlocks:
-        """Return what is lent for a request, none if nothing is. It is the caller's, to ``release`` once."""
+        """Return what is lent for a request, none if nothing is. It is the caller's, to give back to the loans."""
         return self._lent.pop(request_id, ())
 
     def end(self, request_id: str) -> None:
         """Take back what is lent for a request, if anything is."""
-        self.release(self.hand_over(request_id))
-
-    def release(self, blocks: HeldBlocks) -> None:
-        """Take back what was handed over."""
-        if blocks:
+        if blocks := self.hand_over(request_id):
             assert self._tier is not None, "blocks were lent of host memory that nobody knows"
             self._tier.loans.take_back(blocks)
 

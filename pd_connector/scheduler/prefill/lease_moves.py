@@ -27,7 +27,7 @@ from pd_connector.scheduler.prefill.leases import LeaseTable, MovableLease
 from pd_connector.scheduler.prefill.moving_lease import MovingLease, block_moves, device_blocks
 from pd_connector.scheduler.scheduler_role import SchedulerRole, ended
 from pd_connector.stats import StatsRecorder
-from pd_connector.vllm.block_pools import HostBlocks, Leased
+from pd_connector.vllm.block_pools import Leased
 from pd_connector.vllm.device_blocks import DeviceBlocks, ids_of
 from transfer.control.limits import ThrottledWarnings
 
@@ -101,10 +101,6 @@ class LeaseMoves(SchedulerRole):
         """The host memory that leases move to."""
         assert self._tier is not None, "a lease lies in host memory that nobody knows"
         return self._tier
-
-    def release(self, held: HostBlocks) -> None:
-        """Give back the slots of a lease that has ended."""
-        self.tier.loans.take_back(held.blocks)
 
     def is_due(self) -> bool:
         """Return whether leases are to be moved now. Any thread."""

@@ -9,7 +9,7 @@ from layout.copies import Int64Array
 from pd_connector.orders import BlockMoves, StoreEnds
 from pd_connector.scheduler.host.loans import CopyLoan, HostLoans
 from pd_connector.scheduler.prefill.leases import LeaseTable, MovableLease
-from pd_connector.vllm.block_pools import HostBlocks, Leased
+from pd_connector.vllm.block_pools import Leased
 from pd_connector.vllm.device_blocks import DeviceBlocks, HeldBlocks
 
 
@@ -50,7 +50,7 @@ class MovingLease:
         """
         blocks, hosts = self.blocks, self.loan.hosts
         slots = dict(zip(self.ids.tolist(), self.loan.slots.tolist(), strict=True))
-        if ends.failed or leases.move(self.lease_id, HostBlocks(hosts), slots) is None:
+        if ends.failed or leases.move(self.lease_id, Leased(hosts=hosts), slots) is None:
             loans.take_back(hosts, self.loan.new if ends.unsettled else ())
             return False
         loans.publish(blocks, self.loan)
@@ -71,8 +71,8 @@ class MovingLease:
 
 def device_blocks(lease: MovableLease[Leased]) -> HeldBlocks:
     """Return the blocks of a lease that is on the device."""
-    assert isinstance(lease.held, tuple), "the lease must stay where it is"
-    return lease.held
+    assert not lease.held.hosts, "the lease must stay where it is"
+    return lease.held.blocks
 
 
 def block_moves(moves: Sequence[MovingLease]) -> BlockMoves:

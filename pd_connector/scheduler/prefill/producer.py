@@ -19,7 +19,7 @@ from pd_connector.scheduler.prefill.leased_states import LeasedStates
 from pd_connector.scheduler.prefill.prefix_service import PrefixService, PrefixSource
 from pd_connector.scheduler.scheduler_role import SchedulerRole
 from pd_connector.stats import StatsRecorder
-from pd_connector.vllm.block_pools import BlocksAndSlots, HostBlocks, Leased, slot_of
+from pd_connector.vllm.block_pools import Leased, slot_of
 from pd_connector.vllm.device_blocks import DeviceBlocks, HeldBlocks
 from pd_connector.vllm.engine_core import EngineLoop
 from pd_connector.vllm.model_identity import of_engine
@@ -166,15 +166,10 @@ class Producer(SchedulerRole):
     def free_blocks(self) -> None:
         """Free the blocks of ended leases."""
         for held in self._leases.collect():
-            if isinstance(held, HostBlocks):
-                assert self._moves is not None, "a lease has moved, and leases do not"
-                self._moves.release(held)
-            elif isinstance(held, BlocksAndSlots):
-                assert self._slots is not None, "a lease holds slots, and none were lent"
-                self._slots.release(held.hosts)
-                self._blocks.release(held.blocks)
-            else:
-                self._blocks.release(held)
+            self._blocks.release(held.blocks)
+            if held.hosts:
+                assert self._moves is not None, "a lease holds blocks of host memory that nobody knows"
+                self._moves.tier.loans.take_back(held.hosts)
 
     def step_orders(self, scheduled: Mapping[str, int]) -> Orders:
         """Return the leases whose checksums are to be taken, and the step's number if it is to be reported."""
@@ -281,7 +276,7 @@ class Producer(SchedulerRole):
         unfinished = partial(self._announcer.being_written, besides=request)
         block_ids, blocks = self._states.hold(request, block_ids, unfinished)
         hosts = self._slots.hand_over(request.request_id) if self._slots is not None else ()
-        held: Leased = BlocksAndSlots(blocks, hosts) if hosts else blocks
+        held = Leased(blocks, hosts)
         transfer_id = self._announcer.transfer_id(request.request_id)
         step = self._announcer.unreported_step(request.request_id)
         # Slots that followers know stay with the blocks that they belong to.
@@ -296,7 +291,7 @@ class Producer(SchedulerRole):
         """Grant a lease over blocks that another engine has found."""
         self._blocks.keep(held)
         step = self._announcer.newest_unreported
-        remote = self._service.lend(held, block_ids, tokens, (self._host, self.port), is_written=step is None)
+        remote = self._service.lend(Leased(held), block_ids, tokens, (self._host, self.port), is_written=step is None)
         if step is not None:
             self._announcer.await_step(step, remote.lease_id)
         return remote
@@ -307,7 +302,7 @@ class Producer(SchedulerRole):
         self._moves.tier.loans.lend(held, 0)
         slots = {int(block.block_id): slot_of(block) for block in held}
         address = self._host, self.port
-        return self._service.lend(HostBlocks(held), block_ids, tokens, address, slots, is_written=True)
+        return self._service.lend(Leased(hosts=held), block_ids, tokens, address, slots, is_written=True)
 
     @property
     def _prefixes(self) -> PrefixService | None:

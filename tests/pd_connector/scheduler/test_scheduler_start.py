@@ -15,6 +15,7 @@ from pd_connector.orders import WorkerHandshake
 from pd_connector.scheduler.decode.peer_prefixes import PeerPrefixes
 from pd_connector.scheduler.prefill.producer import Producer
 from pd_connector.scheduler.scheduler import ConnectorScheduler
+from pd_connector.vllm.block_pools import Leased
 from pd_connector.vllm.cache_specs import Retention
 from tests.support.connector.vllm_engine import BLOCK_TOKENS
 from tests.support.host_tier.setup import Setup, make_manager
@@ -84,7 +85,7 @@ def test_no_lease_lasts_for_ever_however_often_it_is_renewed(
     (producer,) = [each for each in side_of(role)._roles if isinstance(each, Producer)]
     leases, now = producer._leases, [0.0]
     leases._clock = lambda: now[0]
-    leases.grant("lease", (), "", ())
+    leases.grant("lease", Leased(), "", ())
     for _ in range(70):
         now[0] += 10.0
         leases.renew(["lease"])

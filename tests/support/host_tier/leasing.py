@@ -9,7 +9,7 @@ from pd_connector.scheduler.prefill.checksum_table import ChecksumTable
 from pd_connector.scheduler.prefill.lease_moves import LeaseMoves
 from pd_connector.scheduler.prefill.leases import LeaseTable, Tables
 from pd_connector.stats import StatsRecorder, nothing
-from pd_connector.vllm.block_pools import HostBlocks, Leased
+from pd_connector.vllm.block_pools import Leased
 from pd_connector.vllm.device_blocks import DeviceBlocks
 from tests.support.host_tier.setup import Setup, make_manager, make_pool, make_request
 from tests.support.releases import INSTALLED
@@ -72,7 +72,7 @@ class LeasingEngine:
             for number, block in enumerate(table):
                 if block:
                     self.device[block] = (prompt, _OF_GROUP * group + number)
-        self.leases.grant(name, held, CONTENTS, self.tables[name])
+        self.leases.grant(name, Leased(held), CONTENTS, self.tables[name])
         return True
 
     def step(self, tokens: int = 0) -> None:
@@ -133,11 +133,9 @@ class LeasingEngine:
 
     def collect(self) -> None:
         for held in self.leases.collect():
-            if isinstance(held, HostBlocks):
-                self.moves.release(held)
-            else:
-                assert isinstance(held, tuple)
-                self.blocks.release(held)
+            assert not (held.blocks and held.hosts)
+            self.blocks.release(held.blocks)
+            self.tier.loans.take_back(held.hosts)
 
     def reset(self) -> None:
         """What happens when vLLM drops its prefix cache, as when weights have changed."""
