@@ -24,6 +24,7 @@ class Puller:
         reports: list[Report] = []
 
         def has_ended() -> bool:
+            assert not self.prefixes.take_ends(), "no request waits for it"
             reports.append(self.prefixes.take_report())
             return bool(reports[-1].prefixes)
 

@@ -40,6 +40,7 @@ class HostMemory:
         reports: list[Report] = []
 
         def has_ended() -> bool:
+            assert not self.landings.take_ends(), "no request waits for it"
             reports.append(self.landings.take_report())
             return bool(reports[-1].landings)
 

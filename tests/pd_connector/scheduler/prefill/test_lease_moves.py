@@ -3,6 +3,8 @@
 Covers: pd_connector.scheduler.prefill.moving_lease.
 """
 
+import logging
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -65,6 +67,17 @@ def test_a_lease_moves_when_the_last_rank_has_copied_it_and_stays_if_any_fails(f
         engine.end_on_a_rank(store_id, StoreEnds(1, failed=rank == failing))
     assert engine.blocks.leased == (0 if failing is None else BLOCKS)
     assert engine.leases.in_host_memory == (failing is None)
+
+
+def test_a_copy_that_ends_twice_is_ignored(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger("pd_connector"), "propagate", True)
+    engine = moved()
+    (store_id,) = engine.under_way
+    engine.end_store(store_id)
+    assert "ended twice" not in caplog.text, "each role leaves the other's stores alone"
+    engine.end_on_a_rank(store_id, StoreEnds(1))
+    assert caplog.text.count(f"store {store_id} ended twice") == 1
+    assert engine.leases.in_host_memory == 1
 
 
 def test_a_second_lease_of_the_same_prompt_is_copied_only_as_far_as_host_memory_lacks_it() -> None:
