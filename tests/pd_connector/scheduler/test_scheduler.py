@@ -15,8 +15,10 @@ from layout.geometry import CacheGroup, WorkerGeometry
 from pd_connector.orders import CanaryRoom, Cause, Orders, RefuseOrder, Report, WorkerHandshake
 from pd_connector.scheduler.decode.canaries import Canaries
 from pd_connector.scheduler.decode.consumer import Consumer
+from pd_connector.scheduler.decode.landings import Landings
 from pd_connector.scheduler.external_loads import ExternalLoads
 from pd_connector.scheduler.host.tier import HostTier
+from pd_connector.scheduler.prefill.lease_moves import LeaseMoves
 from pd_connector.scheduler.prefill.producer import Producer
 from pd_connector.scheduler.request_admission import RequestAdmission
 from pd_connector.scheduler.scheduler import ConnectorScheduler
@@ -241,6 +243,13 @@ def test_host_memory_is_asked_first_and_has_what_all_workers_have(side_of: Open)
     assert isinstance(tier, HostTier)
     assert tier.pool.slots == 5
     side.check_integrity()
+
+
+def test_whether_a_prompt_lands_is_asked_when_it_can_be_pulled(side_of: Open) -> None:
+    side = side_of("kv_both", **HOST, host_transfers="auto")
+    side.bind_cache_manager(make_manager(Setup()))
+    side.set_workers({(0, 0): a_handshake(0, 0, 9999), (0, 1): a_handshake(1, 0, 9999)})
+    assert kinds(side) == [HostTier, Producer, RequestAdmission, LeaseMoves, Consumer, Landings]
 
 
 @pytest.mark.parametrize("settings", [HOST, {"serve_prefixes": True}, {"peers": []}], ids=lambda each: next(iter(each)))

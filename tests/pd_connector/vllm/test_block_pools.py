@@ -55,6 +55,7 @@ class Bench:
 
 def test_all_slots_can_be_taken_and_are_numbered_from_zero() -> None:
     bench = Bench(slots=4)
+    assert [bench.pool.has_spare(number, 0.25) for number in (3, 4)] == [True, False]
     stores = bench.begun(bench.computed("r", said(16)))
     assert [slot_of(store.host) for store in stores] == [0, 1, 2, 3]
     assert (bench.pool.free, bench.pool.slots) == (0, 4)
