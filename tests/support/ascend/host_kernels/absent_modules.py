@@ -19,6 +19,14 @@ from torch import Tensor
 from tests.support.ascend.host_kernels.dispatch import OperatorLibrary
 from tests.support.ascend.host_kernels.norms import scaled_norm
 from tests.support.ascend.host_kernels.paged_cache import write_rows, write_slots
+from tests.support.ascend.host_kernels.quantised_attention import (
+    npu_kv_quant_sparse_flash_attention_vllm,
+    npu_lightning_indexer_quant,
+    shapes_of_kv_quant_sparse_flash_attention,
+    shapes_of_lightning_indexer_quant,
+    store_kv_block,
+    store_kv_block_metadata,
+)
 from tests.support.ascend.host_kernels.sparse_attention import (
     npu_sparse_flash_attention,
     shapes_of_sparse_flash_attention,
@@ -115,6 +123,14 @@ def _define_operators() -> Any:
         ("npu_scatter_pa_kv_cache", _scatter_to_heads_first, None),
         ("npu_scatter_nd_update_sk", write_rows, None),
         ("npu_sparse_flash_attention", npu_sparse_flash_attention, shapes_of_sparse_flash_attention),
+        ("npu_lightning_indexer_quant", npu_lightning_indexer_quant, shapes_of_lightning_indexer_quant),
+        (
+            "npu_kv_quant_sparse_flash_attention_vllm",
+            npu_kv_quant_sparse_flash_attention_vllm,
+            shapes_of_kv_quant_sparse_flash_attention,
+        ),
+        ("store_kv_block_metadata", store_kv_block_metadata, None),
+        ("store_kv_block", store_kv_block, None),
     ):
         if name in names:
             operators.define(body, name=name, shapes=shapes)

@@ -61,7 +61,7 @@ def npu_transpose_batchmatmul(
 ) -> Tensor:  # fmt: skip
     a = x.permute(perm_x1) if perm_x1 else x
     b = weight.permute(perm_x2) if perm_x2 else weight
-    product = a @ b
+    product = (a.float() @ b.float()).to(x.dtype)  # PyTorch's own in bfloat16 is slow on CPUs that lack it
     return (product.permute(perm_y) if perm_y else product).contiguous()
 
 

@@ -14,12 +14,12 @@ from tests.support.ascend.host_kernels.attention import gather
 from tests.support.ascend.host_kernels.dispatch import npu_operator
 
 #: Which sparse mode these operators know: causal, aligned to the last query and the last key.
-_CAUSAL = 3
+CAUSAL = 3
 #: Fills up a query's indices where it may see fewer tokens than are selected.
 NOTHING = -1
 
 
-def _requests(queries: Tensor, keys: Tensor) -> Iterator[tuple[int, slice, int]]:
+def requests_of(queries: Tensor, keys: Tensor) -> Iterator[tuple[int, slice, int]]:
     """Each request that has queries: its number, where they are, and how many tokens its cache holds."""
     start = 0
     for request, (end, length) in enumerate(zip(queries.tolist(), keys.tolist(), strict=True)):
@@ -44,17 +44,17 @@ def select_tokens(scores: Tensor, count: int) -> Tensor:
 def npu_lightning_indexer(
     query: Tensor, key: Tensor, weights: Tensor,
     *, actual_seq_lengths_query: Tensor, actual_seq_lengths_key: Tensor, block_table: Tensor,
-    layout_query: str = "BSND", layout_key: str = "BSND", sparse_count: int = 2048, sparse_mode: int = _CAUSAL,
+    layout_query: str = "BSND", layout_key: str = "BSND", sparse_count: int = 2048, sparse_mode: int = CAUSAL,
     pre_tokens: int = 0, next_tokens: int = 0, return_value: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The indices of each query's tokens, [tokens, 1, selected]: sums of ``weights * relu(query @ key)`` over heads.
 
     ``query`` [tokens, heads, size], ``weights`` [tokens, heads], ``key`` a paged cache.
     """
-    assert (layout_query, layout_key, sparse_mode) == ("TND", "PA_BSND", _CAUSAL)
+    assert (layout_query, layout_key, sparse_mode) == ("TND", "PA_BSND", CAUSAL)
     assert not return_value
     indices = torch.full((query.shape[0], 1, sparse_count), NOTHING, dtype=torch.int32)
-    for request, rows, length in _requests(actual_seq_lengths_query, actual_seq_lengths_key):
+    for request, rows, length in requests_of(actual_seq_lengths_query, actual_seq_lengths_key):
         k = gather(key, block_table[request], length, 1)[:, 0].float()
         scores = torch.zeros(rows.stop - rows.start, length)
         for head in range(query.shape[1]):
@@ -67,7 +67,7 @@ def npu_sparse_flash_attention(
     query: Tensor, key: Tensor, value: Tensor, sparse_indices: Tensor, scale_value: float,
     *, block_table: Tensor, actual_seq_lengths_query: Tensor, actual_seq_lengths_kv: Tensor, query_rope: Tensor,
     key_rope: Tensor, sparse_block_size: int = 1, layout_query: str = "BSND", layout_kv: str = "BSND",
-    sparse_mode: int = _CAUSAL, pre_tokens: int = 0, next_tokens: int = 0, attention_mode: int = 2,
+    sparse_mode: int = CAUSAL, pre_tokens: int = 0, next_tokens: int = 0, attention_mode: int = 2,
     return_softmax_lse: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Attention over latent vectors (attention mode 2), of which each query sees the tokens of its indices only.
@@ -75,24 +75,37 @@ def npu_sparse_flash_attention(
     ``query`` [tokens, heads, latent], ``query_rope`` [tokens, heads, rotary size], ``sparse_indices``
     [tokens, 1, selected], ``key`` and ``key_rope`` paged caches; returns what ``query`` has the shape of.
     """
-    assert (layout_query, layout_kv, sparse_mode) == ("TND", "PA_BSND", _CAUSAL)
+    assert (layout_query, layout_kv, sparse_mode) == ("TND", "PA_BSND", CAUSAL)
     assert (sparse_block_size, attention_mode, return_softmax_lse) == (1, 2, False)
     out = torch.zeros_like(query)
-    for request, rows, length in _requests(actual_seq_lengths_query, actual_seq_lengths_kv):
-        k, rope, v = (gather(c, block_table[request], length, 1)[:, 0].float() for c in (key, key_rope, value))
-        seen = _seen(sparse_indices[rows, 0], length)
-        for head in range(query.shape[1]):
-            scores = query[rows, head].float() @ k.t() + query_rope[rows, head].float() @ rope.t()
-            scores = (scores * scale_value).masked_fill_(~seen, float("-inf"))
-            out[rows, head] = (scores.softmax(-1) @ v).to(out.dtype)
+    for request, rows, length in requests_of(actual_seq_lengths_query, actual_seq_lengths_kv):
+        latents, turned = (gather(c, block_table[request], length, 1)[:, 0].float() for c in (key, key_rope))
+        seen = seen_tokens(sparse_indices[rows, 0], length)
+        out[rows] = attend_to_selected(query[rows], query_rope[rows], latents, turned, seen, scale_value)
     return out, torch.zeros(0), torch.zeros(0)
+
+
+def attend_to_selected(
+    query: Tensor, query_rope: Tensor, latents: Tensor, turned: Tensor, seen: Tensor, scale: float
+) -> Tensor:
+    """Attention of a request's queries over latent vectors, in the type of ``query`` [queries, heads, latent].
+
+    ``query_rope`` [queries, heads, rotary size], ``latents`` [tokens, latent] and ``turned`` [tokens, rotary size] in
+    float32, ``seen`` [queries, tokens].
+    """
+    out = torch.empty_like(query)
+    for head in range(query.shape[1]):
+        scores = query[:, head].float() @ latents.t() + query_rope[:, head].float() @ turned.t()
+        scores = (scores * scale).masked_fill_(~seen, float("-inf"))
+        out[:, head] = (scores.softmax(-1) @ latents).to(out.dtype)
+    return out
 
 
 def shapes_of_sparse_flash_attention(query: Tensor, *_args: object, **_others: object) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(query), query.new_empty(0, dtype=torch.float32), query.new_empty(0, dtype=torch.float32)
 
 
-def _seen(indices: Tensor, length: int) -> Tensor:
+def seen_tokens(indices: Tensor, length: int) -> Tensor:
     """What the queries see of a request's tokens, [queries, length]: what is selected, but nothing that follows."""
     new = indices.shape[0]
     seen = torch.zeros(new, length + 1, dtype=torch.bool)
