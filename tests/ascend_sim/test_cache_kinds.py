@@ -1,6 +1,6 @@
 """Models whose caches are of other kinds, between tensor parallel sizes 1 and 2.
 
-Windows, one latent vector a token, and the same beside the key of an indexer.
+Windows, one latent vector a token, and the same beside the key of an indexer, as numbers and quantised.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -8,12 +8,19 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.support.ascend.paths import ascend_release
-from tests.support.ascend.servers import NPU_BLOCK_SIZE, NPU_INDEXER, NPU_MLA, NPU_SLIDING_WINDOW
+from tests.support.ascend.servers import (
+    NPU_BLOCK_SIZE,
+    NPU_INDEXER,
+    NPU_MLA,
+    NPU_QUANTISED,
+    NPU_SLIDING_WINDOW,
+)
 from tests.support.e2e.architectures import SELECTED
-from tests.support.e2e.client import Completion
-from tests.support.e2e.corruption import assert_wrong_numbers_change_the_answer
+from tests.support.e2e.client import LOGPROB_TOLERANCE, Completion
+from tests.support.e2e.corruption import assert_wrong_numbers_change_the_answer, spoil_numbers
 from tests.support.e2e.deployments import on
-from tests.support.e2e.pair import Pair, make_prompt
+from tests.support.e2e.legs import Router
+from tests.support.e2e.pair import Pair, assert_same_output, make_prompt
 
 both_ways = pytest.mark.parametrize("pair", [("TP2", "TP1"), ("TP1", "TP2")], indirect=True, ids="-".join)
 
@@ -85,3 +92,48 @@ class TestIndexers:
         """In every part of the cache: none is moved in vain. The last block is whole, and so is all of it wrong."""
         prompt = make_prompt(SELECTED + 5 * NPU_BLOCK_SIZE, (pair.name, "spoilt", part))
         assert_wrong_numbers_change_the_answer(pair, prompt, part)
+
+
+@pytest.mark.skipif(ascend_release() == "0.23", reason="vllm-ascend 0.23 calls other operators for it")
+@on(NPU_QUANTISED)
+@pytest.mark.parametrize("pair", [("P TP1", "D"), ("P TP2", "D")], indirect=True, ids="-".join)
+class TestQuantisedIndexers:
+    """The caches of GLM-5 with w8a8c8: packed rows in int8, and an indexer's keys with scales. Weights are bfloat16.
+
+    P writes the indexer's keys by runs of slots, D one by one. Each reference has computed the last token of the prompt
+    alone, as above: the numbers have the same bits then.
+    """
+
+    @pytest.mark.parametrize("tokens", [3, NPU_BLOCK_SIZE + 1, SELECTED + 200])
+    def test_a_pulled_prompt_gives_the_same_output(self, pair: Pair, tokens: int) -> None:
+        prompt, expected = prompt_and_answer(pair, tokens, "alone")
+        _, completion = pair.assert_pulls_all(prompt)
+        assert_same_output(completion, expected)
+
+    def test_a_second_turn_pulls_the_rest(self, pair: Pair) -> None:
+        prompt, expected = prompt_and_answer(pair, 3 * NPU_BLOCK_SIZE + 40, "turns")
+        pair.disaggregate(prompt[: 2 * NPU_BLOCK_SIZE + 9])
+        with pair.traffic() as traffic:
+            completion = pair.disaggregate(prompt)
+        held = 2 * NPU_BLOCK_SIZE
+        assert (traffic.source("local_cache_hit"), traffic.source("local_compute")) == (held, 1)
+        assert traffic.source("external_kv_transfer") == len(prompt) - 1 - held
+        assert_same_output(completion, expected)
+
+    def test_both_legs_at_once(self, pair: Pair) -> None:
+        prompt, expected = prompt_and_answer(pair, 700, "legs")
+        with pair.traffic() as traffic:
+            legs = Router(pair).send(prompt, decode_first_s=0.3)
+        assert (traffic.source("external_kv_transfer"), traffic.failures()) == (len(prompt) - 1, 0)
+        assert_same_output(legs.decode, expected)
+
+    @pytest.mark.parametrize("part", ["mla_latent", "mla_rope", "mla_scale", "index", "part1"])
+    def test_wrong_numbers_change_the_output(self, pair: Pair, part: str) -> None:
+        """In every part of the cache, "part1" the scales of the indexer's keys: a byte in each row of a block."""
+        tokens = 5 * NPU_BLOCK_SIZE + (SELECTED if part in ("index", "part1") else 0)
+        prompt, right = prompt_and_answer(pair, tokens, ("spoilt", part))
+        params = pair.prefill.client.prefill(prompt)
+        spoil_numbers(pair.prefill, params, part)
+        wrong = pair.decode_leg(prompt, params)
+        assert wrong.status == 200, wrong.body
+        assert wrong.logprob_difference(right) > 5 * LOGPROB_TOLERANCE

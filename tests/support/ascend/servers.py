@@ -26,8 +26,10 @@ LONGEST = 2048
 GEMMA3 = ModelSpec(layers=6, architecture="gemma3")
 DEEPSEEK_V2 = ModelSpec(architecture="deepseek_v2")
 DEEPSEEK_V32 = ModelSpec(layers=3, architecture="deepseek_v32")
-#: Numbers that models with one latent vector for all heads keep of a token in each layer, the indexer's key among them.
-_LATENT_NUMBERS = {"deepseek_v2": 576, "deepseek_v32": 576 + 128}
+GLM = ModelSpec(layers=5, architecture="glm_moe_dsa")
+#: Bytes that models with one latent vector for all heads keep of a token in each layer, at most: in float32, with an
+#: indexer's key if there is one; in int8, packed with a rotary key in bfloat16 and scales, beside a key with its own.
+_LATENT_BYTES = {"deepseek_v2": 576 * 4, "deepseek_v32": (576 + 128) * 4, "glm_moe_dsa": 656 + 130}
 
 _LEASE_TTL_S = 30.0
 _OPTIONS = (("protocol", "tcp"), ("verify", True), ("lease_ttl_s", _LEASE_TTL_S), *PATIENT)
@@ -48,13 +50,12 @@ def simulated_environment(devices: int = 1) -> tuple[tuple[str, str], ...]:
 
 def block_bytes(model: ModelSpec) -> int:
     """Bytes of a block of that model in all layers and on all ranks, as vllm-ascend counts them."""
-    per_token = _LATENT_NUMBERS.get(model.architecture, 2 * model.kv_heads * 32)
-    return model.layers * per_token * NPU_BLOCK_SIZE * 4
+    return model.layers * NPU_BLOCK_SIZE * _LATENT_BYTES.get(model.architecture, 2 * model.kv_heads * 32 * 4)
 
 
 def worker_block_bytes(spec: ServerSpec) -> int:
     """Bytes of a block on one worker: of its own heads, or of a latent vector, which all workers hold."""
-    ranks = 1 if spec.model.architecture in _LATENT_NUMBERS else spec.tensor_parallel
+    ranks = 1 if spec.model.architecture in _LATENT_BYTES else spec.tensor_parallel
     return block_bytes(spec.model) // ranks
 
 
@@ -195,6 +196,26 @@ def _indexing(tensor_parallel: int = 1) -> ServerSpec:
 #: One latent vector a token, and a key by which an indexer selects the tokens that are attended to, the same on all
 #: ranks. Nothing is verified, so that wrong bytes come to use.
 NPU_INDEXER = Deployment("indexer", (("TP1", _indexing()), ("TP2", _indexing(2))))
+
+#: Of the layers, 1, 2 and 4 have an indexer, and each other one takes what the one before it selected.
+_SHARED_SELECTION = json.dumps({"use_index_cache": True, "index_topk_freq": 2})
+_IN_INT8 = ("--kv-cache-dtype", "int8", "--attention-config", json.dumps({"indexer_kv_dtype": "int8"}))
+
+
+def _quantised(spec: ServerSpec) -> ServerSpec:
+    arguments = (*_LONG, *_IN_INT8, "--hf-overrides", _SHARED_SELECTION)
+    return _unverified(on_npu(replace(spec, dtype="bfloat16", arguments=arguments), device_blocks=96))
+
+
+#: Latent vectors packed with their scales, and an indexer's keys beside theirs, in int8. Nothing is verified, as above.
+NPU_QUANTISED = Deployment(
+    "quantised",
+    (
+        ("P TP1", _quantised(prefill(GLM))),
+        ("P TP2", _quantised(prefill(GLM, tensor_parallel=2))),
+        ("D", _quantised(replace(_peer(GLM), role="kv_consumer"))),
+    ),
+)
 
 #: Stores what it is about to evict, from layers with and without a sliding window. Host memory has room for what
 #: the test computes, up to 27 blocks of each of 15 prompts: else the first one, which is stored first, would give way.

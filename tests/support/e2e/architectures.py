@@ -2,9 +2,9 @@
 
 Each keeps another kind of KV cache: keys and values of every head and token (Qwen3), the same for some layers and only
 a window of it for the others (Gemma3), one latent vector a token for all heads (DeepSeek-V2), the same beside a key by
-which an indexer selects the tokens that are attended to (DeepSeek-V3.2, which no CPU serves), keys that are rotated by
-other factors where long contexts are served (Phi-3). Idefics3 is Llama that reads images, too; they can be prepared
-without torchvision. The weights are wide and the attention is sharp; ``models`` says why.
+which an indexer selects the tokens that are attended to (DeepSeek-V3.2 and GLM-5, which no CPU serves), keys that are
+rotated by other factors where long contexts are served (Phi-3). Idefics3 is Llama that reads images, too; they can be
+prepared without torchvision. The weights are wide and the attention is sharp; ``models`` says why.
 """
 
 import math
@@ -59,7 +59,7 @@ IMAGE_TOKENS = (IMAGE_SIZE // _PATCH_SIZE // _PATCHES_A_TOKEN) ** 2 + 3
 _IMAGE_TOKEN = "<image>"
 _IMAGE_MARKS = ("<fake_token_around_image>", "<global-img>", "<end_of_utterance>", _IMAGE_TOKEN)
 
-Name = Literal["qwen3", "gemma3", "deepseek_v2", "deepseek_v32", "phi3", "idefics3"]
+Name = Literal["qwen3", "gemma3", "deepseek_v2", "deepseek_v32", "glm_moe_dsa", "phi3", "idefics3"]
 Matrix = npt.NDArray[np.float32]
 Weights = dict[str, Matrix]
 #: A random matrix of (rows, columns) with the deviation ``INITIALIZER_RANGE``.
@@ -238,6 +238,30 @@ def _deepseek_v32_layer(draw: Draw, kv_heads: int) -> Weights:
     }
 
 
+def _glm_moe_dsa_config(layers: int, kv_heads: int) -> dict[str, object]:
+    """GLM-5's, without its mixture of experts, too."""
+    return _deepseek_v32_config(layers, kv_heads) | {
+        "architectures": ["GlmMoeDsaForCausalLM"],
+        "model_type": "glm_moe_dsa",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+
+
+def _glm_moe_dsa_layer(draw: Draw, kv_heads: int) -> Weights:
+    """DeepSeek-V3.2's. Where two ranks add up what each makes of its half of the inputs, one of them adds zeros.
+
+    So the sums have the same bits on one rank and on two, also in bfloat16.
+    """
+    layer = _deepseek_v32_layer(draw, kv_heads)
+    for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
+        weight = layer[name] * np.float32(math.sqrt(2))
+        half = weight.shape[1] // 2
+        weight[::2, :half] = 0
+        weight[1::2, half:] = 0
+        layer[name] = weight
+    return layer
+
+
 def _phi3_config(layers: int, kv_heads: int) -> dict[str, object]:
     halves = HEAD_SIZE // 2
     return {
@@ -356,6 +380,7 @@ ARCHITECTURES: Mapping[Name, Architecture] = {
         _deepseek_v2_config, _deepseek_v2_layer, cpu_arguments=("--attention-backend", "CPU_MLA")
     ),
     "deepseek_v32": Architecture(_deepseek_v32_config, _deepseek_v32_layer),
+    "glm_moe_dsa": Architecture(_glm_moe_dsa_config, _glm_moe_dsa_layer),
     "idefics3": Architecture(
         _idefics3_config,
         _idefics3_layer,

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tests.support.ascend.host_kernels.attention import gather
 from tests.support.ascend.host_kernels.dispatch import npu_operator
@@ -17,6 +18,8 @@ from tests.support.ascend.host_kernels.dispatch import npu_operator
 CAUSAL = 3
 #: Fills up a query's indices where it may see fewer tokens than are selected.
 NOTHING = -1
+#: Attention sums over so many tokens at least, and multiples of them: sums round alike while nearly all lengths grow.
+_TOGETHER = 128
 
 
 def requests_of(queries: Tensor, keys: Tensor) -> Iterator[tuple[int, slice, int]]:
@@ -31,13 +34,13 @@ def requests_of(queries: Tensor, keys: Tensor) -> Iterator[tuple[int, slice, int
 def select_tokens(scores: Tensor, count: int) -> Tensor:
     """Indices [queries, count] of the tokens that score highest, those first, of a request's last ``queries`` tokens.
 
-    ``scores`` [queries, tokens]. No query sees what follows its own token.
+    ``scores`` [queries, tokens]. No query sees what follows its own token. Of equals, the earlier one is selected.
     """
     new, total = scores.shape
     hidden = torch.arange(total)[None] > torch.arange(new)[:, None] + (total - new)
-    best = scores.masked_fill(hidden, float("-inf")).topk(min(count, total), -1)
-    selected = best.indices.masked_fill(best.values == float("-inf"), NOTHING)
-    return torch.nn.functional.pad(selected, (0, count - selected.shape[1]), value=NOTHING).int()
+    values, indices = scores.masked_fill(hidden, float("-inf")).sort(stable=True, dim=-1, descending=True)
+    selected = indices.masked_fill(values == float("-inf"), NOTHING)[:, :count]
+    return pad(selected, (0, count - selected.shape[1]), value=NOTHING).int()
 
 
 @npu_operator
@@ -94,6 +97,9 @@ def attend_to_selected(
     float32, ``seen`` [queries, tokens].
     """
     out = torch.empty_like(query)
+    rest = -latents.shape[0] % _TOGETHER
+    latents, turned = (pad(part, (0, 0, 0, rest)) for part in (latents, turned))
+    seen = pad(seen, (0, rest))
     for head in range(query.shape[1]):
         scores = query[:, head].float() @ latents.t() + query_rope[:, head].float() @ turned.t()
         scores = (scores * scale).masked_fill_(~seen, float("-inf"))
