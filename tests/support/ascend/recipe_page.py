@@ -8,7 +8,7 @@ from tests.support.ascend.recipes import Recipe, RecipeSide, all_recipes
 PAGE = ROOT_OF_PROJECT / "docs" / "npu_recipes.md"
 BEGIN, END = "<!-- recipes -->\n", "<!-- end of recipes -->"
 #: Forms of caches with which servers on simulated devices give right tokens: ``test_pulls`` and ``test_cache_kinds``.
-_TOKENS = (["G"], ["M"], ["I", "M"])
+_TOKENS = (["G"], ["M"], ["I", "M"], ["I+s", "P"])
 #: What the page of a recipe lacks, whichever the connector.
 _KEPT = "D: `mlapo_keep_prefill_weights`"
 _ALIKE = "D: `enable_prefill_mc2`"
@@ -41,9 +41,15 @@ def written(page: str) -> str:
 def _cells(recipe: Recipe) -> str:
     """A row but for its name."""
     caches = " ".join(recipe.forms["P"]) if recipe.forms["P"] == recipe.forms["D"] else str(recipe.forms)
-    tokens = "✓" if recipe.forms["P"] in _TOKENS else ""
+    tokens = "✓" if _is_proven(recipe) else ""
     also = ", ".join(_also(recipe))
     return " | ".join((recipe.model, f"{_shape(recipe.p)} > {_shape(recipe.d)}", caches, also, tokens))
+
+
+def _is_proven(recipe: Recipe) -> bool:
+    """Whether servers with such caches were run: none were in fp8, or had a request's tokens shared out among ranks."""
+    is_whole = recipe.p.dcp == recipe.d.dcp == 1
+    return recipe.forms["P"] in _TOKENS and is_whole and recipe.d.options.get("kv_cache_dtype") != "fp8"
 
 
 def _shape(side: RecipeSide) -> str:
