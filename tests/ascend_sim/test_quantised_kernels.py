@@ -5,10 +5,7 @@ import pytest
 from tests.support.ascend.device_process import on_device
 from tests.support.ascend.paths import ascend_release
 
-pytestmark = [
-    pytest.mark.ascend_short,
-    pytest.mark.skipif(ascend_release() == "0.23", reason="vllm-ascend 0.23 calls other operators for it"),
-]
+pytestmark = pytest.mark.skipif(ascend_release() == "0.23", reason="vllm-ascend 0.23 calls other operators for it")
 
 
 def test_a_row_or_a_tile_of_it_is_scaled_by_its_largest_item() -> None:
@@ -53,6 +50,7 @@ for key in (torch.randint(-127, 128, (9, 128), dtype=torch.int8), torch.randn(9,
     )
 
 
+@pytest.mark.ascend_short
 def test_quantised_sparse_attention_is_that_over_what_the_bytes_stand_for() -> None:
     """Of two requests in pages that are no neighbours, one of which has fewer tokens than are selected.
 
