@@ -1,7 +1,7 @@
 """Modules of vllm-ascend's container images that PyPI does not have: importable here, but hardly anything works.
 
 acl                         pyACL: one call of its runtime
-fla_npu                     any attribute can be read; calling it raises
+fla_npu                     operators of gated delta net; any other attribute can be read, and calling it raises
 vllm_ascend.vllm_ascend_C   defines the operators of _C_ascend by their own schemas; a few have a body
 """
 
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.support.ascend.host_kernels import gated_delta
 from tests.support.ascend.host_kernels.dispatch import OperatorLibrary
 from tests.support.ascend.host_kernels.norms import scaled_norm
 from tests.support.ascend.host_kernels.paged_cache import write_rows, write_slots
@@ -62,6 +63,9 @@ class _AbsentFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: types.ModuleType) -> None:
         if module.__name__ == _OPERATORS:
             module.library = _define_operators()  # type: ignore[attr-defined]  # the operators live as long as it
+        elif module.__name__ == "fla_npu.ops.ascendc":
+            module.library, operators = gated_delta.define_operators()  # type: ignore[attr-defined]
+            vars(module).update(operators)
         elif module.__name__ == "acl.rt":
             module.memcpy = _memcpy()  # type: ignore[attr-defined]
 

@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from tests.support.ascend.host_kernels.dispatch import host
+from tests.support.ascend.host_kernels.norms import scaled_norm
 
 
 class HostTritonKernel:
@@ -96,6 +98,88 @@ def _int32_at(address: int, shape: tuple[int, ...]) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.int32).view(shape)
 
 
+def _unit_lengths(_grid: tuple[int, ...], x: Tensor, y: Tensor, epsilon: float, *_sizes: int) -> None:
+    """Rows of length one; ``x``, ``y`` [rows, size]."""
+    x, y = host.view(x), host.view(y)
+
+    def scale() -> None:
+        wide = x.float()
+        y.copy_(wide * (wide.square().sum(-1, keepdim=True) + epsilon).rsqrt())
+
+    host.launch(scale)
+
+
+def _gates(
+    _grid: tuple[int, ...], g: Tensor, strength: Tensor, a_log: Tensor, a: Tensor, b: Tensor, bias: Tensor,
+    _seq_len: int, _heads: int, _tokens: int, beta: float, threshold: float, **_others: Any,
+) -> None:  # fmt: skip
+    """Of gated delta net: the logarithm of what a token leaves of a state, and how strongly it writes there."""
+    g, strength, a_log, a, b, bias = map(host.view, (g, strength, a_log, a, b, bias))
+
+    def compute() -> None:
+        steps = functional.softplus(a.float() + bias.float(), beta=beta, threshold=threshold)
+        g.copy_(-a_log.float().exp() * steps)
+        strength.copy_(b.float().sigmoid())
+
+    host.launch(compute)
+
+
+def _gated_norm(
+    grid: tuple[int, ...], x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, gate: Tensor, _mean: None,
+    reciprocal: Tensor, _x_stride: int, _y_stride: int, _gate_stride: int, _rows: int, _size: int, epsilon: float,
+    *, NORM_BEFORE_GATE: bool, IS_RMS_NORM: bool, **_others: Any,  # noqa: N803  Triton's
+) -> None:  # fmt: skip
+    """The norm of whole rows, times SiLU of a gate."""
+    assert bias is None
+    assert grid[1] == 1
+    assert NORM_BEFORE_GATE
+    assert IS_RMS_NORM
+    x, y, weight, gate, reciprocal = map(host.view, (x, y, weight, gate, reciprocal))
+
+    def normalise() -> None:
+        normalised, over = scaled_norm(x.float(), weight, epsilon)
+        y.copy_(normalised * functional.silu(gate.float()))
+        reciprocal.copy_(over.flatten())
+
+    host.launch(normalise)
+
+
+def _read_states(
+    _grid: tuple[int, ...], states: Tensor, indices: Tensor, exists: Tensor, out: Tensor, *_strides: int, **_others: Any
+) -> None:
+    """Requests' states, out of all; zeros for who has none yet."""
+    states, indices, exists, out = map(host.view, (states, indices, exists, out))
+
+    def read() -> None:
+        for row, (index, is_there) in enumerate(zip(indices.tolist(), exists.tolist(), strict=True)):
+            out[row] = states[index] if is_there else 0
+
+    host.launch(read)
+
+
+def _write_states(
+    _grid: tuple[int, ...], states: Tensor, indices: Tensor, new: Tensor, *_strides: int, **_others: Any
+) -> None:
+    states, indices, new = map(host.view, (states, indices, new))
+
+    def write() -> None:
+        for row, index in enumerate(indices.tolist()):
+            states[index] = new[row]
+
+    host.launch(write)
+
+
+def _copy_memory(_grid: tuple[int, ...], sources: Tensor, targets: Tensor, sizes: Tensor, **_others: Any) -> None:
+    """Runs of bytes between device addresses."""
+    columns = [host.view(column) for column in (sources, targets, sizes)]
+
+    def copy() -> None:
+        for source, target, size in zip(*(column.tolist() for column in columns), strict=True):
+            ctypes.memmove(host.reach(target, size), host.reach(source, size), size)
+
+    host.launch(copy)
+
+
 #: Module: its kernels.
 _KERNELS: Mapping[str, Mapping[str, Callable[..., None]]] = {
     "vllm.v1.worker.block_table": {"_compute_slot_mapping_kernel": _slot_mapping},
@@ -105,13 +189,42 @@ _KERNELS: Mapping[str, Mapping[str, Callable[..., None]]] = {
         "_compute_slot_mapping_fused_groups_kernel": _slot_mapping_of_groups,
         "_compute_slot_mapping_fused_groups_adaptive_kernel": _slot_mapping_of_groups,
     },
+    "vllm.third_party.flash_linear_attention.ops.l2norm": {"l2norm_fwd_kernel2": _unit_lengths},
+    "vllm_ascend.ops.triton.fused_gdn_gating": {"fused_gdn_gating_kernel": _gates},
+    "vllm_ascend.ops.triton.layernorm_gated": {"_layer_norm_fwd_1pass_kernel_npu": _gated_norm},
+    "vllm_ascend.ops.triton.mamba.state_index": {
+        "_gather_ssm_states_kernel": _read_states,
+        "_scatter_ssm_states_kernel": _write_states,
+    },
+    "vllm_ascend.ops.triton.batch_memcpy": {"batch_memcpy_kernel": _copy_memory},
+    "vllm_ascend.patch.worker.patch_mamba_utils": {"batch_memcpy_kernel": _copy_memory},
 }
 
 
+def _complete_placeholder(module: types.ModuleType) -> None:
+    """What launches ask of Triton besides what vLLM's own placeholder for it has."""
+    module.TritonPlaceholder.next_power_of_2 = staticmethod(lambda number: 1 << (number - 1).bit_length())
+
+
+def _tell_cores(module: types.ModuleType) -> None:
+    """By which launches choose their grids; Triton would tell."""
+    vars(module)["_NUM_VECTORCORE"] = 1
+
+
+#: Module: what else it lacks without Triton.
+_LACKING: Mapping[str, Callable[[types.ModuleType], None]] = {
+    "vllm.triton_utils.importing": _complete_placeholder,
+    "vllm_ascend.ops.triton.triton_utils": _tell_cores,
+}
+_PATCHED = (*_KERNELS, *_LACKING)
+
+
 def _patch(module: types.ModuleType) -> None:
-    for name, function in _KERNELS[module.__name__].items():
+    for name, function in _KERNELS.get(module.__name__, {}).items():
         if hasattr(module, name):
             setattr(module, name, HostTritonKernel(function))
+    if module.__name__ in _LACKING:
+        _LACKING[module.__name__](module)
 
 
 class _KernelFinder(importlib.abc.MetaPathFinder):
@@ -120,7 +233,7 @@ class _KernelFinder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in _KERNELS:
+        if fullname not in _PATCHED:
             return None
         sys.meta_path.remove(self)
         try:
@@ -141,7 +254,7 @@ class _KernelFinder(importlib.abc.MetaPathFinder):
 
 def install_triton_kernels() -> None:
     """Replace the kernels, also of modules that are imported later."""
-    for name in _KERNELS:
+    for name in _PATCHED:
         if name in sys.modules:
             _patch(sys.modules[name])
     sys.meta_path.insert(0, _KernelFinder())

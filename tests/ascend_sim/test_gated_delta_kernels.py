@@ -1,0 +1,160 @@
+"""Operators of gated delta net on the simulated device, against other forms of the same. Each case is a process.
+
+States lie as vllm-ascend's model runner lays them: in pages that are larger than they are, in any order.
+"""
+
+import pytest
+
+from tests.support.ascend.device_process import on_device
+from tests.support.ascend.paths import ascend_release
+
+pytestmark = [
+    pytest.mark.ascend_short,
+    pytest.mark.skipif(ascend_release() == "0.23", reason="hybrids are refused on vLLM 0.23"),
+]
+
+#: States in pages with padding, and what must not have changed of them.
+_PAGES = """
+from torch.nn import functional
+
+def in_pages(*shape, dtype=torch.float32):
+    pages = torch.randn(shape[0], torch.Size(shape[1:]).numel() + 40).to(device)
+    return pages, pages.as_strided(shape, (pages.stride(0), *torch.empty(shape[1:]).stride()))
+
+def assert_rows(pages, states, expected, before):
+    kept = before.clone()
+    for row, state in expected.items():
+        torch.testing.assert_close(states[row].cpu(), state.float(), rtol=1e-4, atol=1e-5)
+        kept[row, : state.numel()] = states[row].cpu().flatten()
+    assert torch.equal(pages.cpu(), kept)
+
+def on(*tensors):
+    return [tensor.to(device) for tensor in tensors]
+
+def whole(numbers):
+    return torch.tensor(numbers, dtype=torch.int32).to(device)
+"""
+
+
+def test_a_prompts_states_and_those_of_its_tokens_are_what_the_closed_form_gives() -> None:
+    """Two prompts at once; and the same tokens one by one, of both requests in each step, into their rows."""
+    on_device(
+        _PAGES
+        + """
+from fla_npu.ops.ascendc import chunk_gated_delta_rule_fwd, recurrent_gated_delta_rule
+heads, groups, key_size, value_size, scale, lengths = 4, 2, 24, 16, 0.3, (70, 70)
+tokens, starts = sum(lengths), (0, 70, 140)
+q, k = (functional.normalize(torch.randn(tokens, groups, key_size), dim=-1) for _ in range(2))
+v, g, beta = torch.randn(tokens, heads, value_size), -torch.rand(tokens, heads), torch.rand(tokens, heads)
+first = torch.randn(2, heads, value_size, key_size)
+
+def closed_form(request, head):
+    rows = slice(starts[request], starts[request + 1])
+    Q, K = (x[rows, head // (heads // groups)].double() for x in (q, k))
+    V, B, G = v[rows, head].double(), beta[rows, head].double(), g[rows, head].double().cumsum(0)
+    S, decay = first[request, head].double(), (G[:, None] - G[None]).exp()
+    written = torch.linalg.solve_triangular(
+        (B[:, None] * (K @ K.T) * decay).tril(-1), B[:, None] * (V - G.exp()[:, None] * (K @ S.T)),
+        upper=False, unitriangular=True)
+    read = scale * (G.exp()[:, None] * (Q @ S.T) + (Q @ K.T * decay).tril() @ written)
+    return read, G[-1].exp() * S + written.T @ ((G[-1] - G).exp()[:, None] * K)
+
+forms = [[closed_form(request, head) for head in range(heads)] for request in range(2)]
+read = torch.cat([torch.stack([read for read, _ in form], 1) for form in forms]).float()
+last = torch.stack([torch.stack([state for _, state in form]) for form in forms]).float()
+
+out, final = chunk_gated_delta_rule_fwd(
+    *(x.transpose(0, 1).contiguous()[None].to(device) for x in (q, k, v)), *on(g[None], beta[None]),
+    initial_state=first.transpose(-1, -2).contiguous().to(device), output_final_state=True, chunk_size=64,
+    cu_seqlens=starts, chunk_indices=(0, 0, 0, 1, 1, 0, 1, 1), scale=scale, layout="BNSD", use_exp2=False,
+    use_qk_l2norm_in_kernel=False, allow_neg_eigval=False, disable_recompute=True, state_v_first=False)
+torch.testing.assert_close(out[0].cpu(), read, rtol=1e-4, atol=1e-5)
+torch.testing.assert_close(final.transpose(-1, -2).cpu(), last, rtol=1e-4, atol=1e-5)
+
+pages, states = in_pages(6, heads, value_size, key_size)
+for row, state in zip((4, 1), first):
+    states[row] = state.to(device)
+before = pages.cpu()
+for token in range(70):
+    at = [token, 70 + token]
+    out = recurrent_gated_delta_rule(
+        *on(q[at], k[at], v[at]), states, **dict(zip(("g", "beta"), on(g[at], beta[at]))), scale=scale,
+        actual_seq_lengths=whole([0, 1, 1]), ssm_state_indices=whole([4, 1]))
+    torch.testing.assert_close(out.cpu(), read[at], rtol=1e-4, atol=1e-5)
+assert_rows(pages, states, {4: last[0], 1: last[1]}, before)
+"""
+    )
+
+
+def test_convolutions_go_on_from_the_last_inputs() -> None:
+    """Of a new prompt, of one that goes on, and of padding; then of one token of each."""
+    on_device(
+        _PAGES
+        + """
+from fla_npu.ops.ascendc import causal_conv1d_fn, causal_conv1d_update
+kernel, channels, lengths = 4, 12, (2, 9, 3, 1)
+weight, x = torch.randn(kernel, channels), torch.randn(sum(lengths), channels)
+pages, states = in_pages(7, kernel - 1, channels)
+old = states[5].cpu()
+inputs = [torch.cat((before, part)) for before, part in zip((torch.zeros_like(old), old), x.split(lengths))]
+
+def convolved(inputs, new):
+    whole = functional.conv1d(inputs.T[None].double(), weight.T[:, None].double(), groups=channels)
+    return functional.silu(whole)[0].T[-new:].float()
+
+before = pages.cpu()
+out = causal_conv1d_fn(
+    *on(x, weight), None, conv_states=states, query_start_loc=whole([0, 2, 11, 14, 15]),
+    cache_indices=whole([3, 5, 0, -1]), has_initial_state=torch.tensor([False, True, True, True]).to(device),
+    activation="silu", pad_slot_id=-1, null_block_id=0).cpu()
+torch.testing.assert_close(out[:2], convolved(inputs[0], 2))
+torch.testing.assert_close(out[2:11], convolved(inputs[1], 9))
+assert_rows(pages, states, {3: inputs[0][-3:], 5: inputs[1][-3:]}, before)
+
+new, before, place = torch.randn(3, channels), pages.cpu(), torch.zeros(3, channels, device=device)
+out = causal_conv1d_update(
+    new.to(device), states, weight.to(device), bias=None, activation="silu", conv_state_indices=whole([5, 0, 3]),
+    query_start_loc=whole([0, 1, 2, 3]), max_query_len=1, null_block_id=0, out=place)
+inputs = [torch.cat((inputs[1], new[:1])), torch.cat((inputs[0], new[2:]))]
+torch.testing.assert_close(place.cpu()[[0, 2]], torch.cat([convolved(each, 1) for each in inputs]))
+assert torch.equal(out.cpu(), place.cpu())
+assert_rows(pages, states, {5: inputs[0][-3:], 3: inputs[1][-3:]}, before)
+"""
+    )
+
+
+def test_what_vllm_ascend_launches_around_them() -> None:
+    on_device(
+        _PAGES
+        + """
+from vllm.third_party.flash_linear_attention.ops.l2norm import l2norm_fwd
+from vllm_ascend.ops.triton.batch_memcpy import batch_memcpy_kernel
+from vllm_ascend.ops.triton.fused_gdn_gating import fused_gdn_gating_patch
+from vllm_ascend.ops.triton.layernorm_gated import layer_norm_fwd_npu
+from vllm_ascend.ops.triton.mamba.state_index import gather_ssm_states, scatter_ssm_states_
+x, z, weight = torch.randn(150, 16), torch.randn(150, 16), torch.randn(16)
+torch.testing.assert_close(l2norm_fwd(x.to(device)).cpu(), functional.normalize(x, dim=-1))
+out, _, reciprocal = layer_norm_fwd_npu(*on(x, weight), None, 1e-6, z=z.to(device), is_rms_norm=True)
+torch.testing.assert_close(out.cpu(), functional.rms_norm(x, (16,), weight, 1e-6) * z * z.sigmoid())
+torch.testing.assert_close(reciprocal.cpu(), 1 / (x.square().mean(-1) + 1e-6).sqrt())
+
+a_log, a, b, bias = torch.randn(16), 30 * torch.randn(150, 16), torch.randn(150, 16), torch.randn(16)
+g, beta = fused_gdn_gating_patch(*on(a_log, a, b, bias))
+torch.testing.assert_close(g[0].cpu(), (-a_log.exp() * torch.logaddexp(a + bias, torch.zeros(()))).float())
+torch.testing.assert_close(beta[0].cpu(), 1 / (1 + (-b).exp()))
+
+pages, states = in_pages(6, 2, 3, 5)
+before = pages.cpu()
+read = gather_ssm_states(states, whole([4, 2, 1]), torch.tensor([True, False, True]).to(device))
+assert torch.equal(read.cpu(), torch.stack((states[4].cpu(), torch.zeros(2, 3, 5), states[1].cpu())))
+new = torch.randn(2, 2, 3, 5)
+scatter_ssm_states_(states, whole([5, 0]), new.to(device))
+assert_rows(pages, states, {5: new[0], 0: new[1]}, before)
+
+before, at = pages.cpu(), [states[row].data_ptr() for row in (5, 1)]
+runs = torch.tensor([at[:1], at[1:], [12]]).to(device)
+batch_memcpy_kernel[(1,)](*runs, BLOCK_SIZE=8)
+before[1, :3] = before[5, :3]
+assert torch.equal(pages.cpu(), before)
+"""
+    )

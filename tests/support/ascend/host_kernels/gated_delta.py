@@ -1,0 +1,168 @@
+"""Gated delta net: operators of fla_npu, in torch for the CPU.
+
+fla_npu is the library of flash linear attention for NPUs. It is public; these are what its descriptions say, token by
+token, in the types that they are given, where a device knows bfloat16 only. There are no drafts: whoever passes
+accepted tokens gets an error.
+
+A state of the recurrence is [value heads, value size, key size]. A convolution's are its last inputs, [rows, channels],
+one row less than its kernel has.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tests.support.ascend.host_kernels.dispatch import OperatorLibrary
+
+#: Schemas, with what each operator writes.
+_SCHEMAS = (
+    "causal_conv1d_fn(Tensor x, Tensor weight, Tensor? bias, *, Tensor(a!) conv_states, Tensor query_start_loc, "
+    "Tensor cache_indices, Tensor has_initial_state, str? activation, int pad_slot_id, int null_block_id) -> Tensor",
+    "causal_conv1d_update(Tensor x, Tensor(a!) conv_state, Tensor weight, *, Tensor? bias, str? activation, "
+    "Tensor conv_state_indices, Tensor query_start_loc, int max_query_len, int null_block_id, Tensor(b!) out) "
+    "-> Tensor(b!)",
+    "recurrent_gated_delta_rule(Tensor query, Tensor key, Tensor value, Tensor(a!) state, *, Tensor g, Tensor beta, "
+    "float scale, Tensor actual_seq_lengths, Tensor ssm_state_indices) -> Tensor",
+    "chunk_gated_delta_rule_fwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, *, Tensor initial_state, "
+    "bool output_final_state, int chunk_size, int[] cu_seqlens, int[] chunk_indices, float scale, str layout, "
+    "bool use_exp2, bool use_qk_l2norm_in_kernel, bool allow_neg_eigval, bool disable_recompute, bool state_v_first) "
+    "-> (Tensor, Tensor)",
+)
+
+
+def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, *, keeps_state: bool) -> Tensor:
+    """A request's convolution, then SiLU; ``state`` becomes its last inputs.
+
+    ``x`` [tokens, channels], ``weight`` [kernel, channels], of which the last row is that of a token itself.
+    """
+    kernel = weight.shape[0]
+    assert state.shape[0] == kernel - 1, "a state with room for drafts"
+    before = state if keeps_state else torch.zeros_like(state)
+    inputs = torch.cat((before.to(x.dtype), x))
+    state.copy_(inputs[-(kernel - 1) :])
+    windows = inputs.unfold(0, kernel, 1).float()  # [tokens, channels, kernel]
+    total = (windows * weight.t().float()).sum(-1)
+    return functional.silu(total if bias is None else total + bias.float()).to(x.dtype)
+
+
+def causal_conv1d_fn(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, conv_states: Tensor, query_start_loc: Tensor,
+    cache_indices: Tensor, has_initial_state: Tensor, activation: str | None, pad_slot_id: int, null_block_id: int,
+) -> Tensor:  # fmt: skip
+    """Convolutions of prompts, one request after the other in ``x``; what has no state of its own begins with zeros."""
+    assert activation == "silu", activation
+    out = torch.zeros_like(x)
+    starts = query_start_loc.tolist()
+    for request, index in enumerate(cache_indices.tolist()):
+        rows = slice(starts[request], starts[request + 1])
+        if index in {pad_slot_id, null_block_id} or rows.start == rows.stop:
+            continue
+        out[rows] = _convolve(x[rows], weight, bias, conv_states[index], keeps_state=bool(has_initial_state[request]))
+    return out
+
+
+def causal_conv1d_update(
+    x: Tensor, conv_state: Tensor, weight: Tensor,
+    *, bias: Tensor | None, activation: str | None, conv_state_indices: Tensor, query_start_loc: Tensor,
+    max_query_len: int, null_block_id: int, out: Tensor,
+) -> Tensor:  # fmt: skip
+    """Convolutions of requests that go on, of a token each."""
+    assert (activation, max_query_len) == ("silu", 1), (activation, max_query_len)
+    starts = query_start_loc.tolist()
+    for request, index in enumerate(conv_state_indices.tolist()):
+        rows = slice(starts[request], starts[request + 1])
+        if index != null_block_id and rows.start < rows.stop:
+            out[rows] = _convolve(x[rows], weight, bias, conv_state[index], keeps_state=True)
+    return out
+
+
+def _recur(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Tensor:
+    """What a request's tokens read of its state, which each of them changes before.
+
+    ``q``, ``k`` [tokens, key heads, size], ``v`` [tokens, value heads, size], ``g`` the logarithm of what a token
+    leaves of the state, and ``beta``, [tokens, value heads]; ``state`` in float32, changed in place.
+    """
+    q, k = (x.float().repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
+    kept, beta, v = g.float().exp(), beta.float(), v.float()
+    out = torch.empty_like(v)
+    for token in range(v.shape[0]):
+        state *= kept[token, :, None, None]
+        key = k[token].unsqueeze(-1)
+        surprise = (v[token] - (state @ key).squeeze(-1)) * beta[token].unsqueeze(-1)
+        state += surprise.unsqueeze(-1) @ key.transpose(1, 2)
+        out[token] = (state @ q[token].unsqueeze(-1)).squeeze(-1)
+    return out
+
+
+def recurrent_gated_delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, state: Tensor,
+    *, g: Tensor, beta: Tensor, scale: float, actual_seq_lengths: Tensor, ssm_state_indices: Tensor,
+) -> Tensor:  # fmt: skip
+    """Requests that go on, of a token each; ``state`` has all states, of which theirs change.
+
+    ``actual_seq_lengths`` begins with the number of tokens before the first request, which are none's.
+    """
+    start, *lengths = actual_seq_lengths.tolist()
+    out = torch.zeros_like(value)
+    for index, length in zip(ssm_state_indices.tolist(), lengths, strict=True):
+        assert length <= 1, "several tokens of a request are drafts"
+        rows = slice(start, start + length)
+        start += length
+        if length:
+            own = state[index].float()
+            out[rows] = (scale * _recur(query[rows], key[rows], value[rows], g[rows], beta[rows], own)).to(out.dtype)
+            state[index] = own.to(state.dtype)
+    return out
+
+
+def chunk_gated_delta_rule_fwd(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
+    *, initial_state: Tensor, cu_seqlens: Sequence[int], scale: float, layout: str, state_v_first: bool,
+    use_exp2: bool, use_qk_l2norm_in_kernel: bool, allow_neg_eigval: bool, **_others: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Prompts: what their tokens read, [1, tokens, value heads, size], and their states [requests, heads, key, value].
+
+    ``q``, ``k``, ``v`` [1, heads, tokens, size], ``g`` and ``beta`` [1, tokens, value heads]. Whether it is computed in
+    chunks makes no difference but in speed and rounding.
+    """
+    assert (layout, state_v_first) == ("BNSD", False), "as on A2 and A3"
+    assert not any((use_exp2, use_qk_l2norm_in_kernel, allow_neg_eigval))
+    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+    out = torch.zeros_like(v, memory_format=torch.contiguous_format)
+    final = initial_state.float().transpose(-1, -2).contiguous()
+    for request, state in enumerate(final):
+        rows = slice(cu_seqlens[request], cu_seqlens[request + 1])
+        out[rows] = (scale * _recur(q[rows], k[rows], v[rows], g[0, rows], beta[0, rows], state)).to(out.dtype)
+    return out.unsqueeze(0), final.transpose(-1, -2).contiguous()
+
+
+def _like_the_input(x: Tensor, *_args: object, **_others: object) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _like_the_values(_query: Tensor, _key: Tensor, value: Tensor, *_args: object, **_others: object) -> Tensor:
+    return value.new_empty(value.shape)
+
+
+def _shapes_of_chunks(
+    _q: Tensor, _k: Tensor, v: Tensor, *_args: object, initial_state: Tensor, **_others: object
+) -> tuple[Tensor, Tensor]:
+    one, heads, tokens, size = v.shape
+    return v.new_empty((one, tokens, heads, size)), initial_state.new_empty(initial_state.shape, dtype=torch.float32)
+
+
+def define_operators() -> tuple[Any, dict[str, Callable[..., Any]]]:
+    """Define the operators; returns the library that holds them, and what fla_npu has under their names."""
+    library = torch.library.Library("fla_npu", "DEF")
+    for schema in _SCHEMAS:
+        library.define(schema)
+    operators = OperatorLibrary("fla_npu", library)
+    operators.define(causal_conv1d_fn, shapes=_like_the_input)
+    operators.define(causal_conv1d_update, shapes=lambda *_args, out, **_others: out)
+    operators.define(recurrent_gated_delta_rule, shapes=_like_the_values)
+    operators.define(chunk_gated_delta_rule_fwd, shapes=_shapes_of_chunks)
+    names = [schema.partition("(")[0] for schema in _SCHEMAS]
+    return library, {name: getattr(torch.ops.fla_npu, name) for name in names}
