@@ -340,7 +340,7 @@ class Cluster:
 
     def _launch(self, spec: ServerSpec, port: int) -> Server:
         self._started += 1
-        model = self._model(spec.model)
+        model = self._model(spec)
         path = self._directory / f"{self._started:02}-{spec.name}.log"
         server = Server(spec, model, port, path, self._spawn(spec, model, port, path, "wb"))
         self._servers.append(server)
@@ -370,10 +370,11 @@ class Cluster:
                 process_group=process_group,
             )
 
-    def _model(self, spec: ModelSpec) -> Path:
-        if spec not in self._models:
-            self._models[spec] = write_model(self._directory / spec.name, spec)
-        return self._models[spec]
+    def _model(self, spec: ServerSpec) -> Path:
+        model = spec.model
+        if model not in self._models:
+            self._models[model] = write_model(self._directory / model.name, model, spec.environment())
+        return self._models[model]
 
 
 def _gates_directory(log: Path) -> Path:

@@ -1,12 +1,17 @@
 """Models of which some layers keep states instead of keys and values, small and random, saved by transformers.
 
+That is done by a process of its own, in the environment of a server: in others, PyTorch may find no libraries.
 Convolutions get wide weights, as everything else does: with transformers' own, states would hardly matter.
 """
 
+import json
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+_ROOT = Path(__file__).parents[3]
 #: Deviation of a convolution's weights.
 _CONVOLUTION = 0.3
 
@@ -56,6 +61,17 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
         "mlp_only_layers": [],
         "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
     },
+    # Gated delta net, and no experts.
+    "qwen3_5": {
+        "model_type": "qwen3_5_text",
+        "head_dim": 32,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "linear_conv_kernel_dim": 4,
+        "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+    },
     # Mamba2 and attention in every layer.
     "falcon_h1": {
         "model_type": "falcon_h1",
@@ -92,16 +108,32 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
 }
 
 
-def write_hybrid(directory: Path, name: str, shared: Mapping[str, object], seed: int) -> None:
-    """Write configuration and weights (float32) of the hybrid ``name`` to ``directory``."""
-    import torch  # noqa: PLC0415  the servers' processes have what they need
+def write_hybrid(
+    directory: Path, name: str, shared: Mapping[str, object], seed: int, environment: Mapping[str, str] | None
+) -> None:
+    """Write configuration and weights (float32) of the hybrid ``name`` to ``directory``.
+
+    Args:
+        environment: the variables with which a process finds its libraries; this process's by default.
+    """
+    subprocess.run(
+        [sys.executable, "-m", __name__, str(directory), str(seed)],
+        input=json.dumps({**shared, **CONFIGS[name]}), text=True, check=True, env=environment, cwd=_ROOT,
+    )  # fmt: skip
+
+
+def _save_random(directory: str, seed: int, settings: dict[str, Any]) -> None:
+    import torch  # noqa: PLC0415  in the process that was started for it only
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
 
-    own = dict(CONFIGS[name])
-    config = AutoConfig.for_model(own.pop("model_type"), **{**shared, **own})
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for parameter_name, parameter in model.named_parameters():
         if "conv" in parameter_name and parameter_name.endswith("weight"):
             torch.nn.init.normal_(parameter, std=_CONVOLUTION)
     model.save_pretrained(directory)
+
+
+if __name__ == "__main__":
+    _save_random(sys.argv[1], int(sys.argv[2]), json.load(sys.stdin))

@@ -7,6 +7,7 @@ random numbers from a fixed seed: nothing is downloaded, and equal specification
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,11 +72,14 @@ DEFAULT_MODEL = ModelSpec()
 ADAPTER_RANK = 8
 
 
-def write_model(directory: Path, spec: ModelSpec) -> Path:
-    """Write configuration, weights (float32) and tokenizer to ``directory``, which must not exist; returns it."""
+def write_model(directory: Path, spec: ModelSpec, environment: Mapping[str, str] | None = None) -> Path:
+    """Write configuration, weights (float32) and tokenizer to ``directory``, which must not exist; returns it.
+
+    ``environment``: that of a server, in which hybrids are made.
+    """
     directory.mkdir(parents=True)
     if spec.hybrid:
-        write_hybrid(directory, spec.hybrid, shared_config(spec.layers, spec.kv_heads), spec.seed)
+        write_hybrid(directory, spec.hybrid, shared_config(spec.layers, spec.kv_heads), spec.seed, environment)
         _write_tokenizer(directory, ())
         return directory
     own = ARCHITECTURES[spec.architecture].config(spec.layers, spec.kv_heads)
