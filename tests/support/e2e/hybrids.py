@@ -5,6 +5,7 @@ Convolutions get wide weights, as everything else does: with transformers' own, 
 """
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -118,7 +119,8 @@ def write_hybrid(
     """
     subprocess.run(
         [sys.executable, "-m", __name__, str(directory), str(seed)],
-        input=json.dumps({**shared, **CONFIGS[name]}), text=True, check=True, env=environment, cwd=_ROOT,
+        input=json.dumps({**shared, **CONFIGS[name]}), text=True, check=True, cwd=_ROOT,
+        env={**(os.environ if environment is None else environment), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
     )  # fmt: skip
 
 
