@@ -27,6 +27,7 @@ GEMMA3 = ModelSpec(layers=6, architecture="gemma3")
 DEEPSEEK_V2 = ModelSpec(architecture="deepseek_v2")
 DEEPSEEK_V32 = ModelSpec(layers=3, architecture="deepseek_v32")
 GLM = ModelSpec(layers=5, architecture="glm_moe_dsa")
+GATED_DELTA = ModelSpec(hybrid="qwen3_5")
 #: Bytes that models with one latent vector for all heads keep of a token in each layer, at most: in float32, with an
 #: indexer's key if there is one; in int8, packed with a rotary key in bfloat16 and scales, beside a key with its own.
 _LATENT_BYTES = {"deepseek_v2": 576 * 4, "deepseek_v32": (576 + 128) * 4, "glm_moe_dsa": 656 + 130}
@@ -215,6 +216,27 @@ NPU_QUANTISED = Deployment(
         ("P TP2", _quantised(prefill(GLM, tensor_parallel=2))),
         ("D", _quantised(replace(_peer(GLM), role="kv_consumer"))),
     ),
+)
+
+#: vLLM makes these blocks as large as a state, at both sizes.
+NPU_STATE_BLOCK = 256
+
+
+def _gated_delta(tensor_parallel: int = 1, *arguments: str) -> ServerSpec:
+    spec = on_npu(replace(_peer(GATED_DELTA, tensor_parallel), arguments=arguments))
+    return _unverified(replace(spec, block_size=NPU_STATE_BLOCK))
+
+
+#: States of gated delta net, also at borders of blocks, beside keys and values. Nothing is verified, as above.
+NPU_GATED_DELTA = Deployment(
+    "gated delta net",
+    (("TP1", _gated_delta()), ("other TP1", _gated_delta()), ("TP2", _gated_delta(2))),
+)
+
+#: The same as recipes have it: one state of each request, equal sizes.
+NPU_ONE_STATE = Deployment(
+    "gated delta net, one state",
+    tuple((name, _gated_delta(2, "--no-enable-prefix-caching")) for name in ("TP2", "other TP2")),
 )
 
 #: Stores what it is about to evict, from layers with and without a sliding window. Host memory has room for what

@@ -197,7 +197,6 @@ _KERNELS: Mapping[str, Mapping[str, Callable[..., None]]] = {
         "_scatter_ssm_states_kernel": _write_states,
     },
     "vllm_ascend.ops.triton.batch_memcpy": {"batch_memcpy_kernel": _copy_memory},
-    "vllm_ascend.patch.worker.patch_mamba_utils": {"batch_memcpy_kernel": _copy_memory},
 }
 
 
