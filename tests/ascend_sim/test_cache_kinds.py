@@ -1,6 +1,7 @@
 """Models whose caches are of other kinds, between tensor parallel sizes 1 and 2.
 
-Windows, one latent vector a token, and the same beside the key of an indexer, as numbers and quantised.
+Windows, one latent vector a token, the same beside the key of an indexer, as numbers and quantised, and keys and values
+beside such a key.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -9,13 +10,14 @@ import pytest
 
 from tests.support.ascend.paths import ascend_release
 from tests.support.ascend.servers import (
+    NPU_BLOCK_INDEXER,
     NPU_BLOCK_SIZE,
     NPU_INDEXER,
     NPU_MLA,
     NPU_QUANTISED,
     NPU_SLIDING_WINDOW,
 )
-from tests.support.e2e.architectures import SELECTED
+from tests.support.e2e.architectures import SELECTED, SELECTED_BLOCKS
 from tests.support.e2e.client import LOGPROB_TOLERANCE, Completion
 from tests.support.e2e.corruption import assert_wrong_numbers_change_the_answer, spoil_numbers
 from tests.support.e2e.deployments import on
@@ -137,3 +139,26 @@ class TestQuantisedIndexers:
         wrong = pair.decode_leg(prompt, params)
         assert wrong.status == 200, wrong.body
         assert wrong.logprob_difference(right) > 5 * LOGPROB_TOLERANCE
+
+
+@pytest.mark.skipif(ascend_release() == "0.23", reason="vllm-ascend 0.23 has no MiniMax-M3")
+@on(NPU_BLOCK_INDEXER)
+@both_ways
+class TestBlockIndexers:
+    """Of longer prompts, a query attends to its own block and to the best of the others."""
+
+    @pytest.mark.parametrize("tokens", [2, NPU_BLOCK_SIZE + 1, 10 * NPU_BLOCK_SIZE + 20])
+    def test_a_pulled_prompt_gives_the_same_output(self, pair: Pair, tokens: int) -> None:
+        pair.assert_pulls_right(make_prompt(tokens, (tokens, pair.name)))
+
+    def test_concurrent_prompts_give_the_same_outputs(self, pair: Pair) -> None:
+        pair.assert_all_pull_right([make_prompt(tokens, (tokens, pair.name, "all")) for tokens in (40, 300, 900)])
+
+    def test_the_next_turn_pulls_only_what_is_new(self, pair: Pair) -> None:
+        pair.assert_pulls_the_rest(make_prompt(1200, (pair.name, "turns")), 700)
+
+    @pytest.mark.parametrize(("part", "more"), [("k", 60), ("v", 60), ("index", 0)])
+    def test_wrong_numbers_change_the_output(self, pair: Pair, part: str, more: int) -> None:
+        """In every part of the cache. A token's own block is always seen; the last whole one, if its keys say so."""
+        prompt = make_prompt(2 * SELECTED_BLOCKS * NPU_BLOCK_SIZE + more, (pair.name, "spoilt", part))
+        assert_wrong_numbers_change_the_answer(pair, prompt, part)

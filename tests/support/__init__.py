@@ -93,6 +93,7 @@ Real vllm-ascend on simulated NPUs (``tests/ascend_sim``):
     ascend.host_kernels.attention       operators: attention
     ascend.host_kernels.sparse_attention  operators: sparse attention and its indexer
     ascend.host_kernels.quantised_attention  operators: the same over quantised caches
+    ascend.host_kernels.block_sparse_attention  operators: attention to blocks, and their indexer
     ascend.host_kernels.gated_delta     operators: gated delta net
     ascend.host_kernels.triton_kernels  vllm-ascend's Triton kernels
     ascend.host_kernels.collectives     Gloo in HCCL's place

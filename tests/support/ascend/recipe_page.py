@@ -9,7 +9,7 @@ PAGE = ROOT_OF_PROJECT / "docs" / "npu_recipes.md"
 BEGIN, END = "<!-- recipes -->\n", "<!-- end of recipes -->"
 #: Forms of caches with which servers on simulated devices give right tokens: ``test_pulls``, ``test_cache_kinds`` and
 #: ``test_hybrids``.
-_TOKENS = (["G"], ["M"], ["I", "M"], ["I+s", "P"], ["G", "S"])
+_TOKENS = (["G"], ["M"], ["I", "M"], ["I+s", "P"], ["G", "I"], ["G", "S"])
 #: What the page of a recipe lacks, whichever the connector.
 _KEPT = "D: `mlapo_keep_prefill_weights`"
 _ALIKE = "D: `enable_prefill_mc2`"

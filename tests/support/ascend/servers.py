@@ -27,6 +27,7 @@ GEMMA3 = ModelSpec(layers=6, architecture="gemma3")
 DEEPSEEK_V2 = ModelSpec(architecture="deepseek_v2")
 DEEPSEEK_V32 = ModelSpec(layers=3, architecture="deepseek_v32")
 GLM = ModelSpec(layers=5, architecture="glm_moe_dsa")
+MINIMAX_M3 = ModelSpec(layers=3, architecture="minimax_m3")
 GATED_DELTA = ModelSpec(hybrid="qwen3_5")
 #: Bytes that models with one latent vector for all heads keep of a token in each layer, at most: in float32, with an
 #: indexer's key if there is one; in int8, packed with a rotary key in bfloat16 and scales, beside a key with its own.
@@ -217,6 +218,15 @@ NPU_QUANTISED = Deployment(
         ("D", _quantised(replace(_peer(GLM), role="kv_consumer"))),
     ),
 )
+
+
+def _selecting_blocks(tensor_parallel: int = 1) -> ServerSpec:
+    # Its heads are larger than those that others' blocks are counted by.
+    return replace(_unverified(on_npu(_peer(MINIMAX_M3, tensor_parallel))), kv_cache_bytes=64 << 20)
+
+
+#: Keys and values by head, and one key for all heads by which an indexer selects blocks. Nothing is verified, as above.
+NPU_BLOCK_INDEXER = Deployment("block indexer", (("TP1", _selecting_blocks()), ("TP2", _selecting_blocks(2))))
 
 #: vLLM makes these blocks as large as a state, at both sizes.
 NPU_STATE_BLOCK = 256

@@ -2,9 +2,10 @@
 
 Each keeps another kind of KV cache: keys and values of every head and token (Qwen3), the same for some layers and only
 a window of it for the others (Gemma3), one latent vector a token for all heads (DeepSeek-V2), the same beside a key by
-which an indexer selects the tokens that are attended to (DeepSeek-V3.2 and GLM-5, which no CPU serves), keys that are
-rotated by other factors where long contexts are served (Phi-3). Idefics3 is Llama that reads images, too; they can be
-prepared without torchvision. The weights are wide and the attention is sharp; ``models`` says why.
+which an indexer selects the tokens that are attended to (DeepSeek-V3.2 and GLM-5, which no CPU serves), keys and values
+beside such a key, which selects blocks (MiniMax-M3, neither), keys that are rotated by other factors in long contexts
+(Phi-3). Idefics3 is Llama that reads images, too; they can be prepared without torchvision. The weights are wide and
+the attention is sharp; ``models`` says why.
 """
 
 import math
@@ -43,6 +44,11 @@ _INDEX_HEADS = 8
 _INDEX_SIZE = 128
 _QUERY_RANK = 128
 
+#: Blocks that MiniMax-M3's indexer selects.
+SELECTED_BLOCKS = 4
+#: The size of its heads, and the tokens of such a block: the only ones that NPUs know.
+_M3_SIZE = 128
+
 #: A ``--max-model-len`` above this takes Phi-3's rotary embedding from its short to its long factors, for all tokens.
 SHORT_CONTEXT = 256
 
@@ -59,7 +65,9 @@ IMAGE_TOKENS = (IMAGE_SIZE // _PATCH_SIZE // _PATCHES_A_TOKEN) ** 2 + 3
 _IMAGE_TOKEN = "<image>"
 _IMAGE_MARKS = ("<fake_token_around_image>", "<global-img>", "<end_of_utterance>", _IMAGE_TOKEN)
 
-Name = Literal["qwen3", "gemma3", "deepseek_v2", "deepseek_v32", "glm_moe_dsa", "phi3", "idefics3"]
+Name = Literal[
+    "qwen3", "gemma3", "deepseek_v2", "deepseek_v32", "glm_moe_dsa", "minimax_m3", "phi3", "idefics3",
+]  # fmt: skip
 Matrix = npt.NDArray[np.float32]
 Weights = dict[str, Matrix]
 #: A random matrix of (rows, columns) with the deviation ``INITIALIZER_RANGE``.
@@ -262,6 +270,55 @@ def _glm_moe_dsa_layer(draw: Draw, kv_heads: int) -> Weights:
     return layer
 
 
+def _minimax_m3_config(layers: int, kv_heads: int) -> dict[str, object]:
+    sparse = {
+        "use_sparse_attention": True,
+        "sparse_index_dim": _M3_SIZE,
+        "sparse_num_index_heads": kv_heads,
+        "sparse_topk_blocks": SELECTED_BLOCKS,
+        "sparse_block_size": _M3_SIZE,
+        "sparse_disable_index_value": [1] * layers,
+        "sparse_score_type": "max",
+        "sparse_init_block": 0,
+        "sparse_local_block": 1,
+        "sparse_attention_freq": [1] * layers,
+    }
+    text = {
+        "architectures": ["MiniMaxM3SparseForCausalLM"],
+        "model_type": "minimax_m3_text",
+        "head_dim": _M3_SIZE,
+        "rotary_dim": _M3_SIZE // 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        "dense_intermediate_size": INTERMEDIATE,
+        "moe_layer_freq": [0] * layers,  # no mixture of experts
+        "sparse_attention_config": sparse,
+    }
+    return {
+        "architectures": ["MiniMaxM3SparseForCausalLM"],
+        "model_type": "minimax_m3_vl",
+        "text_config": shared_config(layers, kv_heads) | text,
+    }
+
+
+def _minimax_m3_layer(draw: Draw, kv_heads: int) -> Weights:
+    """Attention as in Qwen3, with larger heads, norms as in Gemma, and an indexer with a head for each of keys."""
+    size = _M3_SIZE
+    return {
+        **_norms(0.0, "input_layernorm", "post_attention_layernorm"),
+        "self_attn.q_proj.weight": draw(HEADS * size, HIDDEN),
+        "self_attn.k_proj.weight": draw(kv_heads * size, HIDDEN),
+        "self_attn.v_proj.weight": draw(kv_heads * size, HIDDEN),
+        "self_attn.o_proj.weight": draw(HIDDEN, HEADS * size),
+        "self_attn.q_norm.weight": _constant(size, SHARPNESS - 1.0),
+        "self_attn.k_norm.weight": _constant(size, 0.0),
+        "self_attn.index_q_proj.weight": draw(kv_heads * size, HIDDEN),
+        "self_attn.index_k_proj.weight": draw(size, HIDDEN),
+        "self_attn.index_q_norm.weight": _constant(size, 0.0),
+        "self_attn.index_k_norm.weight": _constant(size, 0.0),
+        **_mlp(draw),
+    }
+
+
 def _phi3_config(layers: int, kv_heads: int) -> dict[str, object]:
     halves = HEAD_SIZE // 2
     return {
@@ -381,6 +438,7 @@ ARCHITECTURES: Mapping[Name, Architecture] = {
     ),
     "deepseek_v32": Architecture(_deepseek_v32_config, _deepseek_v32_layer),
     "glm_moe_dsa": Architecture(_glm_moe_dsa_config, _glm_moe_dsa_layer),
+    "minimax_m3": Architecture(_minimax_m3_config, _minimax_m3_layer, plain_norm=0.0),
     "idefics3": Architecture(
         _idefics3_config,
         _idefics3_layer,

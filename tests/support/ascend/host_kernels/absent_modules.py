@@ -17,6 +17,12 @@ import torch
 from torch import Tensor
 
 from tests.support.ascend.host_kernels import gated_delta
+from tests.support.ascend.host_kernels.block_sparse_attention import (
+    npu_msa_index_score,
+    npu_sparse_attention_score,
+    shapes_of_index_score,
+    shapes_of_sparse_attention_score,
+)
 from tests.support.ascend.host_kernels.dispatch import OperatorLibrary
 from tests.support.ascend.host_kernels.norms import scaled_norm
 from tests.support.ascend.host_kernels.paged_cache import write_rows, write_slots
@@ -36,6 +42,8 @@ from tests.support.ascend.paths import operator_schemas
 
 _OPERATORS = "vllm_ascend.vllm_ascend_C"
 _ABSENT = ("acl", "fla_npu")
+#: Asks for an experimental package, without which MiniMax-M3 takes another operator.
+_OPTIONAL = "is_minimax_sparse_attention_split_kv_available"
 
 
 class _AbsentModule(types.ModuleType):
@@ -135,7 +143,11 @@ def _define_operators() -> Any:
         ),
         ("store_kv_block_metadata", store_kv_block_metadata, None),
         ("store_kv_block", store_kv_block, None),
+        ("npu_msa_index_score", npu_msa_index_score, shapes_of_index_score),
+        ("npu_sparse_attention_score", npu_sparse_attention_score, shapes_of_sparse_attention_score),
     ):
         if name in names:
             operators.define(body, name=name, shapes=shapes)
+    if _OPTIONAL in names:
+        library.impl(_OPTIONAL, lambda: False, "CompositeExplicitAutograd")
     return library

@@ -36,6 +36,18 @@ def npu_swiglu(x: Tensor, dim: int = -1) -> Tensor:
 
 
 @npu_operator
+def npu_clipped_swiglu(
+    x: Tensor, *, group_index: Tensor | None = None, dim: int = -1, alpha: float = 1.702, limit: float = 7.0,
+    bias: float = 1.0, interleaved: bool = True,
+) -> Tensor:  # fmt: skip
+    assert group_index is None
+    assert not interleaved
+    gate, up = x.chunk(2, dim)
+    gate = gate.clamp(max=limit)
+    return gate * (alpha * gate).sigmoid() * (up.clamp(-limit, limit) + bias)
+
+
+@npu_operator
 def npu_prefetch(x: Tensor, dependency: Tensor | None, max_size: int, offset: int = 0) -> None:
     """Nothing: a hint for the device's cache."""
 

@@ -6,7 +6,7 @@ import importlib.util
 import math
 import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.machinery import ModuleSpec
@@ -169,6 +169,52 @@ def _write_states(
     host.launch(write)
 
 
+@dataclass(frozen=True)
+class _BlocksBefore:
+    """How many blocks each token of some prompts sees; CPU tensors over device memory."""
+
+    query_start: Tensor  # [requests + 1]
+    before: Tensor  # [requests], tokens in front of those that are new
+
+    def each(self, block_tokens: int) -> Iterator[tuple[int, int]]:
+        """Each token and the number of its blocks."""
+        starts = self.query_start.tolist()
+        for request, before in enumerate(self.before.tolist()):
+            for position, token in enumerate(range(starts[request], starts[request + 1]), before):
+                yield token, position // block_tokens + 1
+
+
+def _prefer_blocks(
+    _grid: tuple[int, ...], scores: Tensor, query_start: Tensor, before: Tensor, _heads: int, first: int, last: int,
+    *_strides: int, sparse_block_size: int, **_others: Any,
+) -> None:  # fmt: skip
+    """Scores that others do not have, for the first and the last blocks of ``scores`` [heads, tokens, blocks]."""
+    blocks, scores = _BlocksBefore(host.view(query_start), host.view(before)), host.view(scores)
+
+    def prefer() -> None:
+        for token, count in blocks.each(sparse_block_size):
+            scores[:, token, : min(first, count)] = 1e30
+            scores[:, token, max(count - last, 0) : count] = 1e29
+
+    host.launch(prefer)
+
+
+def _drop_unseen_blocks(
+    _grid: tuple[int, ...], selected: Tensor, query_start: Tensor, before: Tensor, _heads: int, block_tokens: int,
+    *_others: int, **_more: Any,
+) -> None:  # fmt: skip
+    """Nothing, -1, in the place of blocks that follow a token; ``selected`` [heads, tokens, blocks]."""
+    blocks, selected = _BlocksBefore(host.view(query_start), host.view(before)), host.view(selected)
+
+    def drop() -> None:
+        for token, count in blocks.each(block_tokens):
+            row = selected[:, token]
+            row[row >= count] = -1
+            row[:, count:] = -1
+
+    host.launch(drop)
+
+
 def _copy_memory(_grid: tuple[int, ...], sources: Tensor, targets: Tensor, sizes: Tensor, **_others: Any) -> None:
     """Runs of bytes between device addresses."""
     columns = [host.view(column) for column in (sources, targets, sizes)]
@@ -197,6 +243,10 @@ _KERNELS: Mapping[str, Mapping[str, Callable[..., None]]] = {
         "_scatter_ssm_states_kernel": _write_states,
     },
     "vllm_ascend.ops.triton.batch_memcpy": {"batch_memcpy_kernel": _copy_memory},
+    "vllm_ascend.models.minimax_m3.ops.msa_m3_triton": {
+        "_prepare_prefill_topk_scores_kernel": _prefer_blocks,
+        "_mask_prefill_topk_indices_kernel": _drop_unseen_blocks,
+    },
 }
 
 
