@@ -413,7 +413,13 @@ def test_all_roles_begin_nothing_any_more_before_the_engine_ends_their_reads_and
 def test_host_memory_goes_when_nothing_uses_it_any_more(worker_of: Open) -> None:
     worker = worker_of("kv_consumer", registered=True, cpu_bytes_to_use=64 << 20, host_transfers="always")
     host: Any = worker.side._host
-    close, host.join = host.join, lambda: (worker.calls.append(("host", "join")), close())
+    join = host.join
+
+    def joined() -> None:
+        worker.calls.append(("host", "join"))
+        join()
+
+    host.join = joined
     own = worker.side._roles[1:]
     worker.with_roles("pulls")
     worker.side._roles.insert(0, host)
