@@ -173,7 +173,7 @@ class CudaIpcEngine(TransferEngine):
             with self._mapping:
                 for each in allocations:
                     if each.handle not in self._mapped:
-                        self._mapped[each.handle] = self._map(each.handle)
+                        self._mapped[each.handle] = self._map(each)
                     self._users[each.handle] += 1
                     held.append(each)
                     if each.size > (size := self._mapped[each.handle].size):  # else what lies behind could be read
@@ -186,14 +186,14 @@ class CudaIpcEngine(TransferEngine):
             self.unmap(held)
             raise
 
-    def _map(self, handle: bytes) -> Region:
-        """Map an allocation; return what the driver says of it from its beginning here to its end."""
-        address = self.runtime.map_handle(handle)
+    def _map(self, announced: Allocation) -> Region:
+        """Map an allocation; return where it is here, and as much of it as the driver says, if it does."""
+        address = self.runtime.map_handle(announced.handle)
         try:
             return Region(address, self.runtime.allocation(address).end - address)
-        except IpcRefused:
-            self.runtime.unmap(address)
-            raise
+        except IpcRefused as error:
+            logger.debug("the driver does not say how large what it has mapped is: %s", error)
+            return Region(address, announced.size)
 
     def unmap(self, allocations: Sequence[Allocation]) -> None:
         """Let go of what ``map_memory`` has returned: with the last link, the mapping ends."""

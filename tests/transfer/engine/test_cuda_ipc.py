@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import numpy as np
@@ -21,6 +22,7 @@ from tests.support.devices.shared_devices import SharedDevices
 from tests.support.engine.ipc_engines import FakeIpcEngine
 from tests.support.memory import Memory, even_copies
 from tests.support.waiting import WAIT_S, until
+from transfer.copies.batch.cuda import IpcRefused
 from transfer.engine import cuda_ipc
 from transfer.engine.cuda_ipc import CudaIpcLink
 from transfer.engine.cuda_ipc_address import Allocation, ExportedMemory, ProcessPlace
@@ -206,6 +208,14 @@ def test_an_allocation_that_is_announced_larger_than_the_driver_maps_it_is_refus
         world.reader.open(grown.encode(), [world.source.region], world.peer.identity)
     world.reader.check_integrity()
     assert not world.mapped
+    world.read(world.open())
+    assert world.has_all
+
+
+def test_a_driver_that_does_not_say_how_large_it_is_maps_it_all_the_same(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(world.reader.runtime, "allocation", Mock(side_effect=IpcRefused("no")))
     world.read(world.open())
     assert world.has_all
 
