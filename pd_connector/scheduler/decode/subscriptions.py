@@ -217,14 +217,16 @@ class Subscriptions:
             before, reached, now = subscription.progress, subscription.reached, self._clock()
             self._note(subscription, future)
             is_new = subscription.progress is not before or subscription.has_ended
-            is_further = subscription.reached > reached  # news alone, of one attempt after the other say, may never end
+            # News alone, of one attempt after the other say, may never end; of what is pulled, only the end is progress.
+            is_further = subscription.reached > reached and not subscription.is_pulled
             asks_again = not subscription.has_ended and (is_further or now >= subscription.asked_at + _PAUSE_S)
+            ends = subscription.has_ended
             if subscription.is_pulled:
                 # What is not known costs steps, never time: without an answer to come, nobody waits for it.
-                is_new = not asks_again
-                if is_new:
+                is_new = ends = ends or not (asks_again or is_new)
+                if ends:
                     del self._followed[subscription.request_id]
-            elif not (asks_again or subscription.has_ended):
+            if not (asks_again or ends):
                 self._paused.append((now + _PAUSE_S, subscription))
         if is_new:
             self._engine.wake()
