@@ -108,7 +108,8 @@ def _common_period(unit: int, here: TokenSplit, there: TokenSplit) -> int:
         raise ValueError(
             f"{here.ranks} ranks share tokens in runs of {here.interleave} here, and {there.ranks} in runs of "
             f"{there.interleave} on the remote engine: what both hold recurs after {period} tokens, of at most "
-            f"{_LONGEST_PERIOD}; choose sizes of which one divides the other"
+            f"{_LONGEST_PERIOD}; choose parallel sizes, and --cp-kv-cache-interleave-size, of which one divides the "
+            "other"
         )
     return period
 

@@ -36,7 +36,7 @@ class PlanError(ValueError):
 
 #: Of all plans for an engine together, so that what it states of its caches takes neither minutes nor gigabytes: runs
 #: in a block here, and patterns. 128 layers of 8 KV heads, each token a run of its own, have 2**21 in 1,024 tokens; K
-#: and V of each of these layers by itself, read from 64 ranks, have 2**14 patterns.
+#: and V of each of these layers by itself, read from 64 ranks, have 2**14 patterns. Units and blocks are no more.
 _MOST_RUNS = 1 << 22
 _MOST_PATTERNS = 1 << 15
 
@@ -264,10 +264,11 @@ def compile_plans(
 
 def _check_number(runs: int, patterns: int = 0) -> None:
     if runs > _MOST_RUNS or patterns > _MOST_PATTERNS:
+        number, what, most = (runs, "runs", _MOST_RUNS) if runs > _MOST_RUNS else (patterns, "patterns", _MOST_PATTERNS)
         raise PlanError(
-            f"{runs} runs in {patterns} patterns, units or blocks are more than {_MOST_RUNS} in {_MOST_PATTERNS} that "
-            "reading from another engine may take: the strides, heads or shared tokens that it states fit those here "
-            "too badly. Start both engines with the same parallel sizes, --block-size and layout"
+            f"reading from the other engine would take {number} {what}, of at most {most}: the strides, heads or "
+            "shared tokens that it states fit those here too badly. Start both engines with the same parallel sizes, "
+            "--block-size and layout"
         )
 
 

@@ -300,7 +300,7 @@ class ConnectorScheduler:
 
         ``by``: what may have changed it, for the log.
         """
-        logger.info("PDConnector: %s may have changed the model: leases end, host memory goes, P are proven anew", by)
+        logger.info("PDConnector: %s may have changed the model: leases end, host memory goes, all is proven anew", by)
         self._forget_model()
         self._device_is_outdated = True
         self._model_changes += 1
@@ -330,7 +330,7 @@ class ConnectorScheduler:
             role.release_device_blocks()
 
     def _device_was_reset(self) -> None:
-        """Drop what has come from the device since the model changed: vLLM found old blocks there."""
+        """Drop what has come from the device since the model changed: vLLM found blocks of the old one there."""
         if self._device_is_outdated:
             self._device_is_outdated = False
             self._forget_model()

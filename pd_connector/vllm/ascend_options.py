@@ -106,7 +106,8 @@ def unsupported_sibling(vllm_config: "VllmConfig | None") -> str:
 def check_computes_prompts(vllm_config: "VllmConfig") -> None:
     """Raise if a loaded model of vllm-ascend cannot compute prompts.
 
-    It may have dropped the weights for that, or its data-parallel ranks would wait for each other.
+    It may have dropped the weights for that, keep a cache that prompts are not written to, or its data-parallel ranks
+    would wait for each other.
 
     Raises:
         UnsupportedError: naming the layer or the option, and the ways out.
@@ -115,6 +116,12 @@ def check_computes_prompts(vllm_config: "VllmConfig") -> None:
         raise UnsupportedError(reason)
     for name, layer in vllm_config.compilation_config.static_forward_context.items():
         impl: Any = getattr(layer, "impl", None)  # other implementations compute prompts without these weights
+        if getattr(impl, "fa_quant_layer", False) is True and not getattr(impl, "support_fp8_attention", True):
+            raise UnsupportedError(
+                f"--kv-cache-dtype {vllm_config.cache_config.cache_dtype}: on this device, vllm-ascend quantises the "
+                f"cache of {name} on decode engines only, and in an order (NZ) in which it writes no prompts. "
+                f"{_COMPUTES}. Start both sides without --kv-cache-dtype"
+            )
         if type(impl).__name__ == "AscendMLAImpl" and getattr(getattr(impl, "q_proj", None), "weight", impl) is None:
             raise UnsupportedError(
                 f"enable_mlapo: vllm-ascend has dropped weights of {name} with which prompts are computed, as it does "
@@ -191,15 +198,7 @@ def log_ascend_release() -> None:
 def _reasons(vllm_config: "VllmConfig") -> Iterator[str]:
     given = vllm_config.additional_config
     options: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
-    sizes = options.get("finegrained_tp_config")
-    if "recompute_scheduler" in str(vllm_config.scheduler_config.scheduler_cls) and isinstance(sizes, Mapping):
-        for name in _OFFLOADED_ONLY:
-            if int(sizes.get(name) or 0) > 1:
-                yield (
-                    f"finegrained_tp_config.{name} = {sizes[name]}: vllm-ascend's recompute scheduler then needs "
-                    "PreemptOffloadConnector, because a preempted request must not be computed again, as it is with "
-                    "PDConnector; leave it out, or set it to 1"
-                )
+    yield from _reasons_of_schedulers(vllm_config, options)
     for name, effect in _CACHE_OPTIONS.items():
         if options.get(name):
             yield f"{name}: {effect}; start without it"
@@ -225,4 +224,25 @@ def _reasons(vllm_config: "VllmConfig") -> Iterator[str]:
         yield (
             "enable_c8_quant: the checkpoint quantises KV caches to int8, with scales that this connector does not "
             "see; serve a checkpoint without C8 KV quantisation"
+        )
+
+
+def _reasons_of_schedulers(vllm_config: "VllmConfig", options: Mapping[str, Any]) -> Iterator[str]:
+    sizes = options.get("finegrained_tp_config")
+    if "recompute_scheduler" in str(vllm_config.scheduler_config.scheduler_cls) and isinstance(sizes, Mapping):
+        for name in _OFFLOADED_ONLY:
+            if int(sizes.get(name) or 0) > 1:
+                yield (
+                    f"finegrained_tp_config.{name} = {sizes[name]}: vllm-ascend's recompute scheduler then needs "
+                    "PreemptOffloadConnector, because a preempted request must not be computed again, as it is with "
+                    "PDConnector; leave it out, or set it to 1"
+                )
+    nested = options.get("scheduler_config")
+    scheduling = {**options, **(nested if isinstance(nested, Mapping) else {})}
+    finds_states = vllm_config.model_config.is_hybrid and vllm_config.cache_config.enable_prefix_caching
+    if scheduling.get("enable_balance_scheduling") and finds_states:
+        yield (
+            "enable_balance_scheduling: beside a connector, vllm-ascend's balance scheduler takes the prefix that "
+            "attention layers hold for computed, also where the states of this hybrid model are not kept; leave it "
+            "out, or start with --no-enable-prefix-caching"
         )

@@ -31,7 +31,7 @@ from transfer.peers import Address, AllowedPeers
 
 logger = logging.getLogger(__name__)
 
-#: Of all ranks, before neighbouring blocks are joined: of a gigabyte of memory, a pull's plan then takes a quarter.
+#: Of all ranks, before neighbouring blocks are joined, so that those of a range take a quarter of a gigabyte.
 _RANGE_DESCRIPTORS = 1 << 20
 
 #: Is given the block tables of a request here, by cache group, and one past the last token that is pulled.

@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 #: How long a shutdown waits for threads: less than vLLM gives its workers. Closing the engine has ended their reads.
 _CLOSE_TIMEOUT_S = 2.0
 
-#: Addresses of one host that are pulled from at a time. Clients name them: wrong ones must not keep other hosts out.
-MOST_PER_HOST = 64
+#: Addresses of one host that have not answered yet. Clients name them: wrong ones must not keep other hosts out.
+MOST_UNMET = 128
 
 #: Arguments: the context of all pulls, a callback for the end of each, and the prefill engine.
 OpenSession = Callable[[PullContext, Callable[[AnyEnd], None], PeerAddress], PeerSession]
@@ -151,8 +151,8 @@ class Pulls(WorkerRole):
             return
         if session is None:
             reason = (
-                f"{self._max_peers} prefill engines, or {MOST_PER_HOST} of this host, are being pulled from already, "
-                "which is the maximum at a time"
+                f"{self._max_peers} prefill engines are being pulled from already, or {MOST_UNMET} of this host of "
+                "which none has answered yet, which is the maximum at a time"
             )
             self._refuse(RefuseOrder(order.request_id, Cause.UNREACHABLE, reason, order.traceparent))
             return
@@ -180,20 +180,20 @@ class Pulls(WorkerRole):
         if peer not in self._sessions:
             self._close_idle_sessions(self._peer_idle_s)
             if self._is_full(peer.host):
-                self._close_idle_sessions(0.0)
+                self._close_idle_sessions(0.0, None if len(self._sessions) >= self._max_peers else peer.host)
             if self._is_full(peer.host):
                 return None
             self._sessions[peer] = self._open_session(self._context, self._ended.put, peer)
         return self._sessions[peer]
 
     def _is_full(self, host: str) -> bool:
-        of_host = sum(each.host == host for each in self._sessions)
-        return len(self._sessions) >= self._max_peers or of_host >= MOST_PER_HOST
+        unmet = sum(each.host == host and not session.has_met for each, session in self._sessions.items())
+        return len(self._sessions) >= self._max_peers or unmet >= MOST_UNMET
 
-    def _close_idle_sessions(self, idle_s: float) -> None:
+    def _close_idle_sessions(self, idle_s: float, host: str | None = None) -> None:
         now = time.monotonic()
         for peer, session in list(self._sessions.items()):
-            if session.idle and now - session.last_used >= idle_s:
+            if host in (None, peer.host) and session.idle and now - session.last_used >= idle_s:
                 session.close()
                 self._closing.append(self._sessions.pop(peer))
         for session in [each for each in self._retired if each.idle]:

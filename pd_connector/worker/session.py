@@ -99,6 +99,12 @@ class PeerSession:
         with self._changed:
             return self._unsettled == 0
 
+    @property
+    def has_met(self) -> bool:
+        """Whether the prefill engine has answered a hello."""
+        with self._changed:
+            return self._peer is not None
+
     def submit(self, order: PullOrder) -> None:
         """Queue a pull. It ends within the pull timeout, and the time for P's answer, or as an ``UnsettledPull``.
 

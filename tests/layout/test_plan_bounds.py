@@ -19,7 +19,7 @@ from layout.sharding import choose_sources
 LAYERS = tuple(f"layers.{number}" for number in range(128))
 #: Bytes: what numpy may hold at a time. Without a bound, these cases take from twenty times as much to all there is.
 MOST_BYTES = 1 << 28
-TOO_MUCH = "reading from another engine may take: .* Start both engines with the same parallel sizes"
+TOO_MUCH = "reading from the other engine would take .* Start both engines with the same parallel sizes"
 
 
 def a_plane(heads: int = 8, rows: int = 128, layers: Sequence[str] = LAYERS, **changes: Any) -> Plane:

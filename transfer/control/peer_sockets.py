@@ -59,7 +59,7 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
     retry_cap_s: float = 2.0
     idle_s: float = 300.0  # a peer's socket is closed when it was not used for this long
     max_peers: int = 256  # sockets at a time
-    max_silent: int = 64  # of these, addresses of one host without a connection: clients of the service name them
+    max_silent: int = 128  # of these, of one host without a connection, so that wrong ports leave room for others
     max_resolvers: int = 16  # concurrent look-ups of host names; numeric hosts need none
     heartbeat_s: float = 3.0  # how often a connection is probed; after three silent intervals it is made again
     connect_timeout_s: float = 3.0
@@ -178,7 +178,7 @@ class PeerPool:
         look_up = parse_ip(host) is None or self._allowed.needs_lookup(host)
         if not look_up:
             self._allowed.check(host, host)
-        self._check_silent(host)
+        self._make_room_at(host)
         self._make_room()
         peer = PeerSocket(address, time.monotonic())
         if look_up:
@@ -303,13 +303,17 @@ class PeerPool:
         for thread in self._resolvers.values():
             thread.join(max(0.0, until - time.monotonic()))
 
-    def _check_silent(self, host: str) -> None:
-        silent = sum(peer.address.host == host and peer.descriptor < 0 for peer in self._peers.values())
-        if silent >= self._settings.max_silent:
+    def _make_room_at(self, host: str) -> None:
+        silent = [peer for peer in self._peers.values() if peer.address.host == host and peer.descriptor < 0]
+        if len(silent) < self._settings.max_silent:
+            return
+        unused = [peer for peer in silent if not peer.unanswered]
+        if not unused:
             raise TooManyPeers(
-                f"{silent} addresses of {host} have no connection, which is the maximum: somebody names wrong ports, "
-                f"or start its engines, or raise max_silent={self._settings.max_silent}"
+                f"requests wait for {len(silent)} addresses of {host} to which there is no connection, which is the "
+                "maximum: find out who names these ports, or why these engines do not run"
             )
+        self.drop(min(unused, key=lambda peer: peer.used_at))
 
     def _make_room(self) -> None:
         if len(self._peers) < self._settings.max_peers:

@@ -222,7 +222,8 @@ class CudaIpcEngine(TransferEngine):
     def check_settled(self) -> None:
         """See the contract."""
         with self._lock:
-            busy = sorted(link.name for link in self._links)  # a link leaves when it has closed and settled
+            links = list(self._links)
+        busy = sorted(link.name for link in links if not link.settled)  # which lets go of one that has
         if busy:
             raise RuntimeError(f"copies from {', '.join(busy)} have not ended, and may still write to the caches")
 

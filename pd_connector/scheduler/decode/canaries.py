@@ -282,9 +282,9 @@ class Canaries(NoCanaries):
         for canary in ended(self._under_way, report.canaries, self._ranks, "canary"):
             self._end(canary)
         for request_id, ends in report.canaries.items():
-            others = self._under_way.get(request_id)
-            if ends.failure and others is not None and self._is_open(others):
-                self._leave(others)  # ranks whose pull has not failed wait for what is computed here
+            still_open = self._under_way.get(request_id)
+            if ends.failure and still_open is not None and self._is_open(still_open):
+                self._leave(still_open)  # ranks whose pull has not failed wait for what is computed here
 
     def finish(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> None:
         """Forget a request that has ended. What was computed of a canary is kept until it has been compared."""

@@ -136,7 +136,8 @@ class Landings(SchedulerRole):
 
     def update_stats(self, stats: StatsRecorder) -> None:
         """Record how landings have ended, and why there was none."""
-        self.totals.update({label: number for (_, label), number in self.counts.items()})
+        for (_, label), number in self.counts.items():
+            self.totals[label] += number
         super().update_stats(stats)
         stats.gauge("landings_under_way", self.under_way)
 

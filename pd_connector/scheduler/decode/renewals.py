@@ -3,9 +3,9 @@
 Scheduler steps are no place for this: a step can outlast a lease, for example when a model runs for the first time.
 
 All leases of a prefill engine are renewed in one message, three times in their time to live; one that does not answer
-is asked again when the message has timed out. What waits for blocks for
-longer than the queue timeout is given up, so that a decode engine that is stuck or overloaded frees what it holds of
-others. What is being pulled is announced, so that the prefill engine does not revoke it.
+is asked again when the message has timed out. What waits for blocks for longer than the queue timeout is given up, so
+that a decode engine that is stuck or overloaded frees what it holds of others. What is being pulled is announced, so
+that the prefill engine does not revoke it.
 """
 
 import logging
@@ -233,7 +233,7 @@ class Renewals:
             future.add_done_callback(partial(self._take_answer, renewed[first : first + at_once], asked))
 
     def _answered(self, engine: _Engine, asked_at: float, _: "Future[Renewed]") -> None:
-        """Renew in time again: as long as an engine is silent, it is not asked a second time."""
+        """Renew in time again: as long as an engine is silent, it is not asked to renew again."""
         with self._changed:
             if (bucket := self._buckets.get(engine)) is not None:
                 bucket.renew_at = min(bucket.renew_at, asked_at + bucket.interval_s)

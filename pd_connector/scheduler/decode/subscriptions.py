@@ -217,7 +217,7 @@ class Subscriptions:
             before, reached, now = subscription.progress, subscription.reached, self._clock()
             self._note(subscription, future)
             is_new = subscription.progress is not before or subscription.has_ended
-            # News alone, of one attempt after the other say, may never end; of what is pulled, only the end is progress.
+            # News alone, as of one attempt after the other, may never end. Of what is pulled, only the end is progress.
             is_further = subscription.reached > reached and not subscription.is_pulled
             asks_again = not subscription.has_ended and (is_further or now >= subscription.asked_at + _PAUSE_S)
             ends = subscription.has_ended

@@ -131,7 +131,8 @@ class LeaseMoves(SchedulerRole):
 
     def update_stats(self, stats: StatsRecorder) -> None:
         """Record which leases have moved and why, which have not, and how many lie in host memory."""
-        self.totals.update({label: number for (_, label), number in self.counts.items()})
+        for (_, label), number in self.counts.items():
+            self.totals[label] += number
         super().update_stats(stats)
         stats.gauge("leases_in_host", self._leases.in_host_memory)
 

@@ -31,12 +31,15 @@ def configured(
     dtype: str = "auto",
     c8: bool = False,
     indexer: str = "auto",
+    hybrid: bool = False,
+    prefixes: bool = True,
     **options: object,
 ) -> Any:
     return SimpleNamespace(
+        model_config=SimpleNamespace(is_hybrid=hybrid),
         additional_config=options,
         scheduler_config=SimpleNamespace(scheduler_cls=scheduler),
-        cache_config=SimpleNamespace(cache_dtype=dtype),
+        cache_config=SimpleNamespace(cache_dtype=dtype, enable_prefix_caching=prefixes),
         quant_config=SimpleNamespace(enable_c8_quant=c8),
         attention_config=SimpleNamespace(indexer_kv_dtype=indexer),
     )
@@ -169,6 +172,28 @@ def a_model(impl: str, weight: object, data_parallel: int = 1) -> Any:
         parallel_config=SimpleNamespace(data_parallel_size=data_parallel),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=256),
     )
+
+
+@pytest.mark.parametrize(
+    "options", [{"enable_balance_scheduling": True}, {"scheduler_config": {"enable_balance_scheduling": True}}]
+)
+def test_a_scheduler_that_takes_states_for_found_is_refused(options: dict[str, Any]) -> None:
+    assert "enable_balance_scheduling" in unsupported(configured(hybrid=True, **options))
+    assert not unsupported(configured(hybrid=True, prefixes=False, **options))
+    assert not unsupported(configured(**options))
+
+
+@pytest.mark.parametrize("on_a5", [False, True])
+def test_a_cache_that_prompts_are_not_written_to_is_refused(on_a5: bool) -> None:
+    engine = a_model("AscendMLAImpl", object())
+    (layer, _) = engine.compilation_config.static_forward_context.values()
+    layer.impl.fa_quant_layer, layer.impl.support_fp8_attention = True, on_a5
+    engine.cache_config = SimpleNamespace(cache_dtype="int8")
+    if on_a5:
+        check_computes_prompts(engine)
+        return
+    with pytest.raises(UnsupportedError, match=r"int8: .* layers\.0\.attn .* Start both sides without"):
+        check_computes_prompts(engine)
 
 
 def test_a_decode_engine_that_has_dropped_the_weights_for_prompts_is_refused() -> None:

@@ -337,7 +337,7 @@ def test_no_more_engines_are_pulled_from_at_once_than_allowed(site: Site) -> Non
 
 
 def test_wrong_ports_of_one_host_do_not_keep_other_hosts_out(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pulls_module, "MOST_PER_HOST", 2)
+    monkeypatch.setattr(pulls_module, "MOST_UNMET", 2)
     (worker,), prefill = site.decode(), site.prefill()
     service = Pulls(worker.context(), 600.0)
     port = free_port()
@@ -346,12 +346,27 @@ def test_wrong_ports_of_one_host_do_not_keep_other_hosts_out(site: Site, monkeyp
         submit(service, an_order(name, remote, OURS, remote_engine_id=name, remote_host=host, remote_port=port))
     (end,) = service.take_ends()
     assert (end.request_id, end.cause) == ("c", "unreachable")
-    assert "or 2 of this host" in end.reason
+    assert "or 2 of this host of which none has answered yet" in end.reason
     assert len(engines_pulled_from()) == 3
     service.close()
     worker.client.close()
     service.join()
     assert pull_threads() == set()
+
+
+def test_wrong_ports_of_one_host_close_no_sessions_of_others(
+    site: Site, monkeypatch: pytest.MonkeyPatch, start_decode: Decode
+) -> None:
+    monkeypatch.setattr(pulls_module, "MOST_UNMET", 2)
+    prefill, decode, port = site.prefill(), start_decode(), free_port()
+    for name in ("right", "a", "b", "c"):
+        changes = {} if name == "right" else {"remote_engine_id": name, "remote_host": "127.0.0.2", "remote_port": port}
+        submit(decode.service, an_order(name, prefill.prefill(name, THEIRS), OURS, **changes))
+        if name == "right":
+            decode.wait(1)
+            met = engines_pulled_from()
+    assert met < engines_pulled_from()
+    assert len(engines_pulled_from()) == 3
 
 
 def test_closing_does_not_wait_for_ever_for_a_read_that_hangs(

@@ -58,12 +58,25 @@ def test_wrong_ports_of_one_host_do_not_keep_other_hosts_out(handler: Handler) -
     assert client.request("127.0.0.2", server.port, HELLO, 5).result() == WELCOME
     for host in ("127.0.0.1", "127.0.0.2"):
         waiting = [client.request(host, free_port(), HELLO, 30) for _ in range(2)]
-        with pytest.raises(TooManyPeers, match=f"2 addresses of {host} have no connection"):
+        with pytest.raises(TooManyPeers, match=f"requests wait for 2 addresses of {host}"):
             client.request(host, free_port(), HELLO, 30).result(5)
         assert not any(future.done() for future in waiting)
     assert client.request("127.0.0.2", server.port, HELLO, 5).result() == WELCOME
     client.close()
     server.close()
+
+
+def test_engines_that_have_gone_leave_room_for_others(handler: Handler) -> None:
+    """Each has started again at another port, as vLLM's do where none is set."""
+    client = ControlClient(ClientSettings(max_silent=2))
+    for _ in range(4):
+        server = ControlServer(handler, "127.0.0.1")
+        server.start()
+        assert client.request("127.0.0.1", server.port, HELLO, 5).result() == WELCOME
+        ended = client.until_lost("127.0.0.1", server.port)
+        server.close()
+        ended.result(5)
+    client.close()
 
 
 def test_a_wakeup_is_readable_from_set_to_clear_however_often_it_was_set() -> None:

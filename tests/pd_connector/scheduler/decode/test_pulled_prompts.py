@@ -108,6 +108,17 @@ def test_an_engine_that_answers_at_once_without_news_is_not_asked_for_ever(decod
     assert decode.consumer.waiting_for_prefill == 0
 
 
+def test_a_prompt_that_starts_over_at_once_is_asked_about_after_a_pause(decode: Decode) -> None:
+    pulled_ahead(decode)
+    asked = len(questions(decode))
+    decode.client.futures[-1].set_result(REQUEUED)
+    assert len(questions(decode)) == asked
+    assert decode.consumer.waiting_for_prefill == 1
+    decode.clock.advance(0.06)
+    decode.consumer._subscriptions.ask_due()
+    assert len(questions(decode)) == asked + 1
+
+
 @pytest.mark.parametrize(
     "answer", [QUEUED, computing(16), complete(), ended(), unreachable()],
     ids=["queued", "computing", "complete", "ended", "unreachable"],
