@@ -360,8 +360,10 @@ def test_wrong_ports_of_one_host_close_no_sessions_of_others(
     monkeypatch.setattr(pulls_module, "MOST_UNMET", 2)
     prefill, decode, port = site.prefill(), start_decode(), free_port()
     for name in ("right", "a", "b", "c"):
-        changes = {} if name == "right" else {"remote_engine_id": name, "remote_host": "127.0.0.2", "remote_port": port}
-        submit(decode.service, an_order(name, prefill.prefill(name, THEIRS), OURS, **changes))
+        wrong: dict[str, Any] = {"remote_engine_id": name, "remote_host": "127.0.0.2", "remote_port": port}
+        submit(
+            decode.service, an_order(name, prefill.prefill(name, THEIRS), OURS, **({} if name == "right" else wrong))
+        )
         if name == "right":
             decode.wait(1)
             met = engines_pulled_from()
