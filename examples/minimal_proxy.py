@@ -96,7 +96,7 @@ class Completions:
             for_p["kv_transfer_params"] = {"do_remote_decode": True} | name
             leg = self._prefill_leg(request, for_p, headers)
             if self._control:
-                work.start_soon(self._told, leg, request, send, work)
+                work.start_soon(self._told, leg, request, send, work)  # answered with null where D needed nothing
                 body["kv_transfer_params"] = {"do_remote_prefill": True, "remote_engine_id": f"@{self._control}"} | name
             else:
                 body["kv_transfer_params"] = await leg
@@ -109,7 +109,7 @@ class Completions:
         if p.status != 200:
             raise HTTPException(p.status, text, {"content-type": p.headers.get("content-type", "text/plain")})
         try:
-            return json.loads(text)["kv_transfer_params"] | {}
+            return told if (told := json.loads(text)["kv_transfer_params"]) is None and self._control else told | {}
         except (ValueError, TypeError, KeyError) as fault:
             raise HTTPException(502, "no kv_transfer_params from P: is its kv_role kv_producer?") from fault
 

@@ -245,9 +245,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--plain-chats",
         action="store_true",
-        help="chats are served as text completions are: they may begin with the prefill server's token, and go on "
-        "with --draining. Only where no server has a --tool-call-parser or --reasoning-parser: these may hold text "
-        "back, which would be lost (default: a chat's answer is that of one decode server)",
+        help="chats that limit their tokens are served as text completions are: they may begin with the prefill "
+        "server's token, and go on with --draining. Only where no server has a --tool-call-parser or "
+        "--reasoning-parser: these may hold text back, which would be lost (default: one decode server answers)",
     )
     parser.add_argument(
         "--api-key",

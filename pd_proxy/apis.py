@@ -104,7 +104,7 @@ def _responses(body: Body) -> str | None:
     kinds = [tool.get("type") for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
     if any(isinstance(kind, str) and kind in _RUN_BY_SERVERS for kind in kinds):
         return "tools that a server runs"
-    if body.get("truncation") not in (None, "disabled"):
+    if body.get("truncation", "disabled") != "disabled":  # vLLM cuts at null, too
         return CUT
     return None
 
@@ -122,17 +122,8 @@ def _of_messages(body: Body) -> frozenset[str]:
     return frozenset({"stop_sequences", "thinking"} if limits else {"stop_sequences"})
 
 
-COMPLETIONS = Api(
-    "/v1/completions",
-    _ONE_SAMPLE,
-    undivided=_texts,
-    dropped=lambda _: frozenset({"response_format"}),
-)
-CHAT = Api(
-    "/v1/chat/completions",
-    _ONE_SAMPLE | {"max_completion_tokens": 1},
-    is_chat=True,
-)
+COMPLETIONS = Api("/v1/completions", _ONE_SAMPLE, undivided=_texts, dropped=lambda _: frozenset({"response_format"}))
+CHAT = Api("/v1/chat/completions", _ONE_SAMPLE | {"max_completion_tokens": 1}, is_chat=True)
 RESPONSES = Api(
     "/v1/responses",
     {"max_output_tokens": 1, "temperature": 0.0, "store": False, "background": False} | _TO_ITS_END,

@@ -49,6 +49,8 @@ class PromptSize:
     @classmethod
     def of(cls, body: Body) -> "PromptSize":
         """Return the size of a request's prompt."""
+        if body.get("features") or body.get("content_parts"):  # of /inference/v1/generate, beside its token ids
+            return cls(0, 0, has_media=True)
         ids = characters = 0
         values = [value for name, value in body.items() if name in _PROMPT]
         while values:

@@ -11,6 +11,8 @@ from pd_proxy.usage import PromptDetails
 
 #: Ends each event of a stream.
 EVENT_END = b"\n\n"
+#: Begins what is no event of a stream: vLLM's ``--sse-keep-alive-interval`` sends such while there is nothing to tell.
+COMMENT = b":"
 
 
 class Retry(Enum):

@@ -48,7 +48,7 @@ class Exchange(ABC):
         """Serve one request to its end; log it, however it ends."""
         record = self._journal.open(self._path, generates=self.generates)
         client = Client(scope, send, record, self._errors)
-        record.trace = self._tracing.request(self._path, client.headers)
+        record.trace = self._tracing.request(scope["method"], self._path, client.headers)
         try:
             await self._receive_and_serve(Request(scope, receive), client)
         except ClientDisconnect:

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator
 from http import HTTPStatus
 
 from pd_proxy.apis import Api, Body
-from pd_proxy.error_answers import LegFailed
+from pd_proxy.error_answers import COMMENT, EVENT_END, LegFailed
 from pd_proxy.headers import event_stream
 from pd_proxy.http_client import Client
 from pd_proxy.moves import Written, event_of, is_greedy, may_move
@@ -73,8 +73,11 @@ class FirstToken:
         missing, buffered = self._text, b""
         async for piece in pieces:
             buffered += piece
-            while missing and b"\n\n" in buffered:
-                raw, _, buffered = buffered.partition(b"\n\n")
+            while missing and EVENT_END in buffered:
+                raw, _, buffered = buffered.partition(EVENT_END)
+                if raw.startswith(COMMENT):
+                    yield raw + EVENT_END
+                    continue
                 missing, rest = self._without(url, missing, raw)
                 if rest:
                     self.is_followed = True
@@ -94,7 +97,9 @@ class FirstToken:
                 raise LegFailed(HTTPStatus.BAD_GATEWAY, "decode", url, "failed", f"{event['error']!r:.500}")
             choice = event["choices"][0]
             shown, name = (choice["delta"], "content") if "delta" in choice else (choice, "text")
-            text, ends = shown[name], choice["finish_reason"] is not None
+            text, ends = shown[name], choice["finish_reason"]
+            if ends in ("abort", "error"):
+                raise LegFailed(HTTPStatus.BAD_GATEWAY, "decode", url, "gave the request up", f"finish reason {ends!r}")
         except (ValueError, KeyError, IndexError, TypeError):  # the end, or nothing that vLLM sends
             raise self._differs(url, raw) from None
         taken = min(len(missing), len(text))

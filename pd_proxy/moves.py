@@ -24,7 +24,7 @@ from http import HTTPStatus
 from typing import Any
 
 from pd_proxy.apis import CHAT, COMPLETIONS, Api, Body
-from pd_proxy.error_answers import EVENT_END, LegFailed
+from pd_proxy.error_answers import COMMENT, EVENT_END, LegFailed
 from pd_proxy.usage import Details, PromptDetails
 
 #: Which change nothing by a token's place in the output, whatever their values. The first ones make the prompt, or
@@ -75,8 +75,11 @@ _FEW_TOKENS = 16
 
 def may_move(api: Api, body: Body) -> bool:
     """Return whether another decode server can go on with an answer, by what the client asked for."""
-    if any(type(body.get(limit)) not in (int, type(None)) for limit in ("max_tokens", "max_completion_tokens")):
-        return False  # vLLM takes numbers in other forms, too
+    limits = body.get("max_tokens", None if api.is_chat else _FEW_TOKENS), body.get("max_completion_tokens")
+    # vLLM takes numbers in other forms, too. An answer without a limit has a rest without one, which no text completion
+    # can ask for: null is all the room there is before vLLM 0.30, and 16 tokens since.
+    if any(type(limit) not in (int, type(None)) for limit in limits) or not any(limits):
+        return False
     if body.get("seed") is not None and not is_greedy(body):
         return False
     if api is COMPLETIONS:
@@ -163,12 +166,11 @@ class Written:
         assert self._whole is not None
         del self._tokens[self._whole :]
         self._before, self.is_due = self._whole, False
-        limit = self._body.get("max_tokens", None if self._is_chat else _FEW_TOKENS)
-        limit = self._body.get("max_completion_tokens") or limit
+        limit = self._body.get("max_completion_tokens") or self._body.get("max_tokens", _FEW_TOKENS)
         kept = (_HARMLESS | _NEUTRAL.keys()) - _OF_THE_BEGINNING
         return {name: value for name, value in self._body.items() if name in kept} | {
             "prompt": [*self._prompt, *self._tokens],
-            "max_tokens": None if limit is None else limit - self._before,  # None: as many as there is room for
+            "max_tokens": limit - self._before,
         }
 
     async def followed(
@@ -202,6 +204,8 @@ class Written:
 
     def _passed(self, url: str, raw: bytes) -> bytes:
         """Note what is in an event; return what the client gets of it."""
+        if raw.startswith(COMMENT):
+            return raw + EVENT_END
         try:
             event = json.loads(raw.removeprefix(b"data: "))
             if self._before and "error" in event:

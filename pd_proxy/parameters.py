@@ -24,7 +24,7 @@ The prefill leg computes the KV cache of the prompt, samples one token and throw
 | temperature | 0 | the cheapest sampling |
 | top_p, top_k, min_p, seed, penalties, logit_bias, allowed_token_ids, bad_words, length_penalty, watermarking | removed | they shape a token that nobody reads |
 | structured_outputs; response_format (completions) | removed | no grammar needs to be compiled for it; they never reach the prompt |
-| thinking_token_budget | removed | it shapes output only |
+| thinking_token_budget, trace_decode_token_ids | removed | they shape output only |
 | logprobs, top_logprobs, logprob_token_ids, return_*, routed_experts_prompt_start, stream_interval, echo, skip_special_tokens, spaces_between_special_tokens | removed | they shape the answer only |
 | kv_transfer_params | asks for the transfer | a client's own is dropped on both legs: it could make D read from a host of the client's choice. So is one in vllm_xargs, which vLLM (0.23 to 0.33) copies to where it looks for them, and one in sampling_params.extra_args of /inference/v1/generate; there is no other way by which it takes them. Forms with `vllm_xargs` are refused |
 
@@ -86,6 +86,7 @@ _REMOVED = frozenset(
         "watermarking",
         "structured_outputs",
         "thinking_token_budget",
+        "trace_decode_token_ids",
         # the shape of the answer
         "echo",
         "logprobs",

@@ -102,7 +102,7 @@ class Tracing:
         if endpoint is not None:
             self._provider = _provider(endpoint)
 
-    def request(self, path: str, headers: Mapping[str, str]) -> RequestTrace:
+    def request(self, method: str, path: str, headers: Mapping[str, str]) -> RequestTrace:
         """Begin a request's span, below that which its headers name."""
         if self._provider is None:
             return RequestTrace()
@@ -112,7 +112,7 @@ class Tracing:
         carrier = {name: headers[name] for name in _HEADERS if name in headers}
         tracer = self._provider.get_tracer("pd_proxy")
         context = TraceContextTextMapPropagator().extract(carrier)
-        return RequestTrace(tracer, tracer.start_span(f"POST {path}", context, kind=SpanKind.SERVER))
+        return RequestTrace(tracer, tracer.start_span(f"{method} {path}", context, kind=SpanKind.SERVER))
 
     def close(self) -> None:
         """Send what is left, and end the exporter. May wait for the collector, for seconds."""

@@ -94,19 +94,17 @@ class StatusPage:
         return state, ended[-1].place if ended else place
 
     def _servers(self, servers: Servers) -> list[dict[str, Any]]:
-        shown = []
-        for one in servers.members:
-            address = self._control.of(one.url) if servers.leg == Leg.PREFILL else None
-            shown.append(
-                {
-                    "leg": servers.leg,
-                    "url": one.url,
-                    "in_flight": one.in_flight,
-                    "state": _state_of(one),
-                    "control": str(address or ""),
-                }
-            )
-        return shown
+        address = self._control.of if servers.leg == Leg.PREFILL else lambda _: None
+        return [
+            {
+                "leg": servers.leg,
+                "url": one.url,
+                "in_flight": one.in_flight,
+                "state": _state_of(one),
+                "control": str(address(one.url) or ""),
+            }
+            for one in servers.members
+        ]
 
 
 def _state_of(server: Server) -> str:

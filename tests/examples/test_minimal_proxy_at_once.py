@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.examples.fake_servers import Received, Script, Wire, answers, drops, stalls
+from tests.support.examples.fake_servers import Received, Script, Wire, answers, decodes, drops, stalls
 from tests.support.examples.harness import RawClient, unused_url
 from tests.support.examples.minimal import BODY, Bed, MinimalProxy, started_bed
 
@@ -62,6 +62,23 @@ def test_what_p_refuses_is_told_at_once_and_ends_ds_leg(bed: Bed) -> None:
 def test_a_p_that_fails_is_told_at_once(bed: Bed, script: Script) -> None:
     bed.p.script, bed.d.script = script, stalls
     assert bed.proxy.complete().status_code == 502
+
+
+def test_a_p_with_nothing_to_hand_over_breaks_no_answer(bed: Bed) -> None:
+    """D had the whole prompt, and has told P, before D's answer begins."""
+    answered = asyncio.Event()
+
+    async def has_nothing(_: Received, wire: Wire) -> None:
+        await wire.json(200, {"choices": [{"finish_reason": "length"}], "kv_transfer_params": None})
+        answered.set()
+
+    async def begins_later(received: Received, wire: Wire) -> None:
+        await answered.wait()
+        await asyncio.sleep(0.2)  # the proxy has P's answer, then
+        await decodes(received, wire)
+
+    bed.p.script, bed.d.script = has_nothing, begins_later
+    assert bed.proxy.complete().status_code == 200
 
 
 def test_a_p_that_cannot_be_reached_is_told_at_once(bed: Bed) -> None:

@@ -153,6 +153,7 @@ def test_a_clients_own_transfer_reaches_no_server(api: Api) -> None:
         (RESPONSES, {"tools": [{"type": "mcp", "server_label": "a"}]}, "tools that a server runs"),
         (RESPONSES, {"tools": [{"type": ["mcp"]}, 3]}, None),
         (RESPONSES, {"tools": 3, "truncation": "disabled", "store": True}, None),
+        (RESPONSES, {"truncation": None}, "a prompt cut to what the output leaves"),
         (RESPONSES, {"truncation": "auto"}, "a prompt cut to what the output leaves"),
         (RESPONSES, {"max_output_tokens": 0}, "no tokens to generate"),
         (MESSAGES, {"tools": [{"name": "f", "input_schema": {}}], "tool_choice": {"type": "any"}}, None),

@@ -91,15 +91,22 @@ async def fails_in_its_stream(_: Received, wire: Wire) -> None:
     await wire.end()
 
 
+async def gives_up(_: Received, wire: Wire) -> None:
+    await wire.head()
+    await wire.chunk(completion_event("", "abort") + DONE)
+    await wire.end()
+
+
 FAILURES = pytest.mark.parametrize(
     ("script", "reason"),
     [
         (differs, "does not begin with the prefill server's token: ' gr'"),
         (fails_in_its_stream, "the pull failed"),
+        (gives_up, "gave the request up: finish reason 'abort'"),
         (answers(500, b"no"), "answered with status 500"),
         (drops, "broke off"),
     ],
-    ids=["differs", "error", "500", "drops"],
+    ids=["differs", "error", "abort", "500", "drops"],
 )
 
 

@@ -60,6 +60,14 @@ def test_a_prompt_with_an_image_takes_the_detour_and_teaches_nothing() -> None:
     assert against(detour, PromptSize(0, 250)) == SHORT
 
 
+@pytest.mark.parametrize("member", ["features", "content_parts"])
+def test_media_beside_token_ids_count_as_media(member: str) -> None:
+    """Of ``/inference/v1/generate``, which names them apart from its prompt."""
+    media = {"features": {"mm_hashes": {"image": ["a"]}}, "content_parts": [{"type": "image_url", "url": "data:,"}]}
+    assert PromptSize.of({"token_ids": [7, 8], member: media[member]}).has_media
+    assert not PromptSize.of({"token_ids": [7, 8], member: None}).has_media
+
+
 def test_a_deep_prompt_is_measured() -> None:
     deep: Any = "text"
     for _ in range(5000):

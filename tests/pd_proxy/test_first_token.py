@@ -49,7 +49,6 @@ def first_token(send: Send) -> FirstToken:
     [
         {},
         {"temperature": 0.0},
-        {"max_tokens": None},
         {"max_tokens": 2},
         {"ignore_eos": True},
         {"seed": 7, "top_p": 0.5, "top_k": 3},
@@ -110,6 +109,7 @@ def test_whatever_could_shape_or_end_it_keeps_it_with_d(changed: dict[str, Any])
         ({}, True),
         ({"max_completion_tokens": 2, "max_tokens": None}, True),
         ({"max_completion_tokens": 1}, False),
+        ({"max_tokens": None}, False),
         ({"temperature": None}, False),
         ({"tools": [{}]}, False),
         ({"response_format": {"type": "json_object"}}, False),
@@ -212,6 +212,15 @@ def test_events_of_less_than_the_token_are_left_out_together() -> None:
 
 def test_the_end_is_passed_on_though_it_has_no_text_left() -> None:
     assert continued(" gr", completion_event(" gr", "stop"), DONE) == completion_event("", "stop") + DONE
+
+
+@pytest.mark.parametrize("size", [5, 1000])
+def test_comments_are_no_beginning_and_are_passed_on(size: int) -> None:
+    """vLLM sends some to keep a silent connection open, if its operator says so."""
+    comment = b": keep-alive\n\n"
+    stream = comment + completion_event(" g") + comment + completion_event("rün") + comment + DONE
+    pieces = [stream[start : start + size] for start in range(0, len(stream), size)]
+    assert continued(" gr", *pieces) == 2 * comment + completion_event("ün") + comment + DONE
 
 
 @pytest.mark.parametrize(

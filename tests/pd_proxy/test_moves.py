@@ -44,6 +44,15 @@ def followed(written: Written, stream: bytes, size: int = 50, *, leaves: bool = 
     return asyncio.run(scenario())
 
 
+def test_comments_pass_and_an_answer_moves_behind_them() -> None:
+    """vLLM sends some to keep a silent connection open, if its operator says so."""
+    comment = b": keep-alive\n\n"
+    written = Written(COMPLETIONS, {})
+    begun = followed(written, comment + tokens(0, 1, begins=True) + comment + tokens(1, 2), leaves=True)
+    assert begun.count(comment) == 2
+    assert written.is_due
+
+
 def test_an_event_that_only_tells_ids_is_no_event_of_the_client() -> None:
     """vLLM sends what a parser keeps back only to those who ask for ids."""
     kept_back = tokens(1, 2, chat=True).replace(b'{"content":" b"}', b"{}")
@@ -92,8 +101,6 @@ def test_what_cannot_be_read_as_text_is_no_place_to_go_on() -> None:
     ("api", "body", "left"),
     [
         (COMPLETIONS, {}, 14),
-        (COMPLETIONS, {"max_tokens": None}, None),
-        (CHAT, {}, None),
         (CHAT, {"max_tokens": 8}, 6),
         (CHAT, {"max_tokens": 8, "max_completion_tokens": 5}, 3),
         (CHAT, {"max_tokens": 8, "max_completion_tokens": None}, 6),
@@ -132,9 +139,15 @@ def test_an_answer_that_has_ended_does_not_move() -> None:
         (COMPLETIONS, {"seed": None, "stop": [], "n": 1, "presence_penalty": 0.0, "echo": False}),
         (COMPLETIONS, {"prompt": [7, 8], "truncate_prompt_tokens": 5, "stream_options": {"include_usage": True}}),
         (COMPLETIONS, {"prompt": ["one"]}),
-        (CHAT, {}),
+        (CHAT, {"max_tokens": 5}),
         (CHAT, {"max_completion_tokens": 5, "reasoning_effort": "low", "logprobs": False, "tool_choice": "none"}),
-        (CHAT, {"messages": [{"content": [{"type": "text", "text": "a"}]}, {"role": "assistant", "tool_calls": []}]}),
+        (
+            CHAT,
+            {
+                "messages": [{"content": [{"type": "text", "text": "a"}]}, {"role": "assistant", "tool_calls": []}],
+                "max_tokens": 5,
+            },
+        ),
     ],
     ids=said,
 )
@@ -165,6 +178,8 @@ def test_streams_of_plain_text_may_move(api: Api, changed: dict[str, Any]) -> No
         (CHAT, {"seed": 7}),
         (CHAT, {"tools": [{}]}),
         (CHAT, {"max_completion_tokens": "6"}),
+        (CHAT, {"max_tokens": None}),
+        (COMPLETIONS, {"max_tokens": None}),
         (CHAT, {"logprobs": True}),
         (CHAT, {"include_reasoning": False}),
         (CHAT, {"response_format": {"type": "json_object"}}),
@@ -176,7 +191,8 @@ def test_streams_of_plain_text_may_move(api: Api, changed: dict[str, Any]) -> No
     ids=said,
 )
 def test_whatever_goes_by_the_place_in_the_output_or_is_no_text_stays(api: Api, changed: dict[str, Any]) -> None:
-    assert not may_move(api, {"stream": True, "model": "tiny"} | BODIES.get(api.path, {}) | changed)
+    base = {"stream": True, "model": "tiny", "max_tokens": 6}
+    assert not may_move(api, base | BODIES.get(api.path, {}) | changed)
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,7 @@ BREAKS_OR_CHANGES_ONE_TOKEN: dict[str, Any] = {
     "watermarking": True,
     "structured_outputs": {"choice": ["a", "b"]},
     "thinking_token_budget": 0,
+    "trace_decode_token_ids": [7],
     "logprobs": True,
     "top_logprobs": 5,
     "logprob_token_ids": [1],

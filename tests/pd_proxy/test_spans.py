@@ -62,6 +62,12 @@ def test_a_request_is_one_trace_that_goes_on_in_both_servers(
     assert spans["decode leg"].events == ("first byte",)
 
 
+def test_a_relayed_request_is_named_by_its_method(proxy: Proxy, collector: Collector) -> None:
+    assert proxy.http.get("/v1/models", headers=HEADERS).status_code == 200
+    spans = until(lambda: found if len(found := collector.trace(TRACE)) == 2 else None)
+    assert {span.name for span in spans or ()} == {"GET /v1/models", "decode leg"}
+
+
 def test_a_request_without_a_trace_begins_one(proxy: Proxy, p: FakeServer, collector: Collector) -> None:
     proxy.complete()
     until(collector.traces)
