@@ -288,6 +288,8 @@ class Orders:
     destinations: tuple[Destinations, ...] = ()
     #: How often the model has changed since the last step. What is known of it, and proven of others, does not hold.
     model_changes: int = 0
+    #: Not 0 if workers are to report their handshakes again. Not of a role.
+    asked_handshakes: int = 0
 
     def __add__(self, other: "Orders") -> "Orders":
         return Orders(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(Orders)))

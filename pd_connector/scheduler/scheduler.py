@@ -120,6 +120,7 @@ class ConnectorScheduler:
         self._early: dict[str, Request] = {}  # requests that came before all workers were known
         self._destinations: list[Destinations] = []  # for the next step, if vLLM is told of failures by block ids
         self._model_changes = 0  # since the last step
+        self._asked_handshakes = 0  # the same
         self._device_is_outdated = False  # vLLM may still find what another model has computed
         self._prefixes_at = ""  # where peers find prefixes here
         self._failed: set[str] = set()  # requests that have failed on a rank, and wait for others
@@ -188,6 +189,7 @@ class ConnectorScheduler:
         """
         if not handshakes:
             self._workers.expect_again()
+            self._asked_handshakes = 1  # vLLM asks no worker to wake up that does not sleep
         self._take_handshakes(handshakes)
 
     def add(self, request: "Request") -> None:
@@ -236,8 +238,11 @@ class ConnectorScheduler:
         for role in self._roles:
             role.free_blocks()
         self._demand.end_step()
-        own = Orders(destinations=tuple(self._destinations), model_changes=self._model_changes)
-        self._destinations, self._model_changes = [], 0
+        own = Orders(
+            destinations=tuple(self._destinations), model_changes=self._model_changes,
+            asked_handshakes=self._asked_handshakes,
+        )  # fmt: skip
+        self._destinations, self._model_changes, self._asked_handshakes = [], 0, 0
         orders = sum((role.step_orders(scheduled) for role in self._roles), own)
         return orders.served_at(self._prefixes_at) if self._prefixes_at else orders
 

@@ -239,8 +239,8 @@ def _reasons_of_schedulers(vllm_config: "VllmConfig", options: Mapping[str, Any]
                 )
     nested = options.get("scheduler_config")
     scheduling = {**options, **(nested if isinstance(nested, Mapping) else {})}
-    finds_states = vllm_config.model_config.is_hybrid and vllm_config.cache_config.enable_prefix_caching
-    if scheduling.get("enable_balance_scheduling") and finds_states:
+    balances = scheduling.get("enable_balance_scheduling")
+    if balances and vllm_config.model_config.is_hybrid and vllm_config.cache_config.enable_prefix_caching:
         yield (
             "enable_balance_scheduling: beside a connector, vllm-ascend's balance scheduler takes the prefix that "
             "attention layers hold for computed, also where the states of this hybrid model are not kept; leave it "

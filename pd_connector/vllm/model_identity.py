@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-#: Formats of files whose tensors are those of ranks: an engine of another size has others of the same model.
-_CUT_BY_RANK = frozenset({"sharded_state", "runai_streamer_sharded"})
+#: Ways to load of which the tensors in the model's directory tell nothing: they are those of ranks, and an engine of
+#: another size has others of the same model, or what is loaded comes from elsewhere.
+_UNTOLD_BY_FILES = frozenset({"sharded_state", "runai_streamer_sharded", "dummy", "ipc_cache", "tensorizer"})
 
 
 def model_identity(
@@ -36,7 +37,7 @@ def model_identity(
     model_dtype = str(model.dtype).removeprefix("torch.")
     cache_dtype = str(vllm_config.cache_config.cache_dtype)
     form = str(vllm_config.load_config.load_format)
-    is_read = reads_weights and check == "weights" and form not in _CUT_BY_RANK
+    is_read = reads_weights and check == "weights" and form not in _UNTOLD_BY_FILES
     weights = weight_files(directory, form) if directory and is_read else ()
     return ModelIdentity(
         architecture=str(model.architecture),

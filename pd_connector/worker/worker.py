@@ -218,6 +218,8 @@ class ConnectorWorker:
         self.steps.begin(orders.steps)
         if orders.model_changes and self._model is not None:
             self._model = replace(self._model, weights_digest="")  # they are not those of the files any more
+        if orders.asked_handshakes and self._engine is not None and self._handshake is not None:
+            self._announce(self._handshake)
         for role in self._roles:
             for request_id in role.execute(orders):
                 self._arrivals.expect(request_id)

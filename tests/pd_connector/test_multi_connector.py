@@ -126,11 +126,14 @@ def test_a_prefill_engine_is_ready_after_a_step_and_the_other_child_gets_its_own
 
 
 @both_orders
-@pytest.mark.parametrize("sleeps", [True, False])
+@pytest.mark.parametrize("sleeps", [True, False, None])
 def test_requests_wait_for_a_step_after_the_engine_has_woken(
-    start: StartEngine, start_multi: Start, ours_first: bool, sleeps: bool
+    start: StartEngine, start_multi: Start, ours_first: bool, sleeps: bool | None
 ) -> None:
-    """MultiConnector passes on the other child's handshake again, and nothing of ours."""
+    """MultiConnector passes on the other child's handshake again, and nothing of ours.
+
+    ``sleeps`` is None: vLLM's executor asks no worker to wake up, as none sleeps.
+    """
     p = start_multi("kv_producer", start("kv_consumer").cache_manager, ours_first=ours_first)
     p.step()
     ours = p.child(PDConnector)
@@ -138,7 +141,7 @@ def test_requests_wait_for_a_step_after_the_engine_has_woken(
     service = producer._service
     old = service.engine_id
     workers = [child for child in children_of(p.worker) if isinstance(child, PDConnector)]
-    for worker in workers:
+    for worker in workers if sleeps is not None else ():
         if sleeps:
             worker.unregister_kv_caches()
         worker.restore_kv_caches()
@@ -149,7 +152,7 @@ def test_requests_wait_for_a_step_after_the_engine_has_woken(
     assert wants_step(p.scheduler)
     p.step()
     assert p.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
-    assert (service.engine_id != old) == sleeps
+    assert (service.engine_id != old) == bool(sleeps)
 
 
 @both_orders

@@ -108,6 +108,7 @@ class LeaseService(Generic[Held]):
         self._spans = spans
         self._prompts = prompts or Prompts()
         self._model = model
+        self._model_has_changed = False  # so that its files do not describe it any more
         self._tp_size = tp_size
         self._max_model_len = max_model_len
         self._workers: tuple[WorkerGeometry, ...] = ()
@@ -131,6 +132,8 @@ class LeaseService(Generic[Held]):
         if self._workers:
             self._begin_anew("the prefill engine has registered its caches anew")
         self._model = model or self._model
+        if self._model_has_changed:  # which workers that were asleep have not heard yet
+            self._model = replace(self._model, weights_digest="")
         self._workers, self._host_workers = workers, host
         self._groups = workers[0].groups if workers else ()
         has_one_for_all = len(self._groups) == 1 and not (self._groups[0].window or self._groups[0].chunk)
@@ -142,6 +145,7 @@ class LeaseService(Generic[Held]):
         """Become another engine, whose weights are not known: what leases hold, another model has computed."""
         self._begin_anew("the prefill engine's model has changed")
         self._model = replace(self._model, weights_digest="")
+        self._model_has_changed = True
 
     def begin(self, request: "VllmRequest", transfer_id: str) -> bool:
         """Take up a prompt that decode engines may follow by name; return False if nobody wants it any longer.

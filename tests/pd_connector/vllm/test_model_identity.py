@@ -143,7 +143,7 @@ def test_a_latent_cache_has_one_head(directory: Path) -> None:
     assert identity(directory, use_mla=True).kv_heads == 1
 
 
-@pytest.mark.parametrize(("load_format", "is_read"), [("auto", True), ("sharded_state", False)])
+@pytest.mark.parametrize(("load_format", "is_read"), [("auto", True), ("sharded_state", False), ("dummy", False)])
 def test_files_that_are_cut_by_rank_are_not_compared(directory: Path, load_format: str, is_read: bool) -> None:
     """Engines of two sizes have other files of one model."""
     config = a_config(directory)

@@ -68,6 +68,7 @@ def a_config(model: Path, role: str = "kv_both", policy: str = "fail", **extra: 
             dtype=torch.float32,
             architecture="LlamaForCausalLM",
             use_mla=False,
+            is_hybrid=False,
             enable_sleep_mode=False,
             max_model_len=4096,
             revision=None,

@@ -111,6 +111,10 @@ class SessionSim(PeerSession):
     def idle(self) -> bool:
         return not self._queue
 
+    @property
+    def has_met(self) -> bool:
+        return self._connected
+
     def __len__(self) -> int:
         return len(self._queue)
 

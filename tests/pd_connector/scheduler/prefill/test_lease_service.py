@@ -192,6 +192,9 @@ def test_an_engine_whose_model_has_changed_is_another_one_and_does_not_claim_the
     assert not endpoint.leases.renew([lease])
     now = ask(client, endpoint, Hello(endpoint.engine_id))
     assert now == Welcome(endpoint.engine_id, replace(IDENTITY, weights_digest=""), (WORKER,))
+    endpoint.service.set_workers((WORKER,), model=IDENTITY)  # of workers that slept meanwhile, and wake up
+    now = ask(client, endpoint, Hello(endpoint.engine_id))
+    assert now == Welcome(endpoint.engine_id, replace(IDENTITY, weights_digest=""), (WORKER,))
 
 
 @pytest.mark.parametrize(
