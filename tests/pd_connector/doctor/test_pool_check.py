@@ -28,7 +28,7 @@ ALL_WELL = (
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeProcesses]:
-    processes = MooncakeProcesses(tmp_path_factory.mktemp("store"), HELD_MIB * MIB)
+    processes = MooncakeProcesses(tmp_path_factory.mktemp("store"), HELD_MIB * MIB, lease_ms=10_000)
     yield processes
     processes.close()
 

@@ -23,7 +23,9 @@ _START_TIMEOUT_S = 120.0
 class MooncakeProcesses:
     """Owner of the two processes. Each may be killed, stopped and started again."""
 
-    def __init__(self, directory: Path, held_bytes: int = 512 << 20) -> None:
+    def __init__(self, directory: Path, held_bytes: int = 512 << 20, lease_ms: int = 500) -> None:
+        """Start both, with room for ``held_bytes``; what was looked up is not evicted for ``lease_ms``."""
+        self._lease_ms = lease_ms
         self._directory = directory
         self._held_bytes = held_bytes
         self._master_port, self._client_port, self._metrics_port = free_ports(3)
@@ -67,7 +69,7 @@ class MooncakeProcesses:
         return self._start(
             self._master_port, "mooncake_master", "--rpc_address=127.0.0.1", f"--rpc_port={self._master_port}",
             "--metrics_host=127.0.0.1", f"--metrics_port={self._metrics_port}", f"--client_ttl={CLIENT_TTL_S}",
-            "--default_kv_lease_ttl=500",
+            f"--default_kv_lease_ttl={self._lease_ms}",
         )  # fmt: skip
 
     def _start_client(self) -> "subprocess.Popen[bytes]":
