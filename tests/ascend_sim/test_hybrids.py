@@ -11,7 +11,7 @@ from tests.support.ascend.servers import NPU_GATED_DELTA, NPU_ONE_STATE, NPU_STA
 from tests.support.e2e.cluster import Server
 from tests.support.e2e.corruption import assert_wrong_numbers_change_the_answer
 from tests.support.e2e.deployments import on
-from tests.support.e2e.pair import Pair, assert_same_output, make_prompt
+from tests.support.e2e.pair import Pair, make_prompt
 
 pytestmark = pytest.mark.skipif(ascend_release() == "0.23", reason="hybrids are refused on vLLM 0.23")
 
@@ -54,15 +54,7 @@ class TestStates:
     def test_the_next_turn_pulls_only_what_is_new(self, pair: Pair) -> None:
         """Both servers find its beginning, up to the last border before it ended."""
         turn = make_prompt(4 * NPU_STATE_BLOCK + 1, (pair.name, "turns"))
-        pair.disaggregate(turn[:700])
-        with pair.traffic() as traffic:
-            completion = pair.disaggregate(turn)
-        assert_same_output(completion, pair.decode.client.compute(turn, len(completion.tokens)))
-        held = 700 // NPU_STATE_BLOCK * NPU_STATE_BLOCK
-        assert traffic.source("local_cache_hit") == held
-        assert traffic.source("external_kv_transfer") == len(turn) - 1 - held
-        assert traffic.prefill is not None
-        assert traffic.prefill.prompt_tokens("local_cache_hit") == held
+        pair.assert_next_turn_pulls_the_rest(turn, 700, NPU_STATE_BLOCK)
 
     @pairs(FEWER, MORE)
     @pytest.mark.parametrize("part", ["state", "conv_q", "conv_k", "conv_v", "k", "v"])

@@ -124,16 +124,7 @@ class TestOneStateOfARequest:
 @pairs(SAME, FEWER)
 class TestBordersOfMamba2:
     def test_the_next_turn_pulls_only_what_is_new(self, pair: Pair) -> None:
-        turn = make_prompt(10 * GRANITE_BLOCK, (pair.name, "turns"))
-        pair.disaggregate(turn[:700])
-        with pair.traffic() as traffic:
-            completion = pair.disaggregate(turn)
-        assert_same_output(completion, pair.decode.client.compute(turn, len(completion.tokens)))
-        held = 700 // GRANITE_BLOCK * GRANITE_BLOCK
-        assert traffic.source("local_cache_hit") == held
-        assert traffic.source("external_kv_transfer") == len(turn) - 1 - held
-        assert traffic.prefill is not None
-        assert traffic.prefill.prompt_tokens("local_cache_hit") == held
+        pair.assert_next_turn_pulls_the_rest(make_prompt(10 * GRANITE_BLOCK, (pair.name, "turns")), 700, GRANITE_BLOCK)
 
     def test_both_legs_at_once_behind_a_prefix(self, pair: Pair) -> None:
         turn, router = make_prompt(10 * GRANITE_BLOCK, (pair.name, "legs")), Router(pair)

@@ -33,6 +33,16 @@ _GRANITE: dict[str, Any] = {
     "position_embedding_type": "nope",
 }
 
+_GATED_DELTA_NET: dict[str, Any] = {
+    "head_dim": 32,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+}
+
 #: What differs from ``architectures.shared_config``, by the name that tests use.
 CONFIGS: Mapping[str, dict[str, Any]] = {
     "granite": _GRANITE,
@@ -46,33 +56,17 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
         "shared_intermediate_size": 768,
         "mamba_n_heads": 24,
     },
-    # Gated delta net.
-    "qwen3_next": {
+    "qwen3_next": _GATED_DELTA_NET
+    | {
         "model_type": "qwen3_next",
-        "head_dim": 32,
-        "linear_num_key_heads": 4,
-        "linear_num_value_heads": 8,
-        "linear_key_head_dim": 64,
-        "linear_value_head_dim": 64,
-        "linear_conv_kernel_dim": 4,
         "num_experts": 4,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 128,
         "shared_expert_intermediate_size": 128,
         "mlp_only_layers": [],
-        "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
     },
-    # Gated delta net, and no experts.
-    "qwen3_5": {
-        "model_type": "qwen3_5_text",
-        "head_dim": 32,
-        "linear_num_key_heads": 4,
-        "linear_num_value_heads": 8,
-        "linear_key_head_dim": 64,
-        "linear_value_head_dim": 64,
-        "linear_conv_kernel_dim": 4,
-        "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
-    },
+    # The same without experts.
+    "qwen3_5": _GATED_DELTA_NET | {"model_type": "qwen3_5_text"},
     # Mamba2 and attention in every layer.
     "falcon_h1": {
         "model_type": "falcon_h1",

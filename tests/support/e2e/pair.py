@@ -197,6 +197,18 @@ class Pair:
         assert traffic.pulled("pull_tokens") == (len(prompt) - 1 - held) * self.decode_ranks
         self.assert_right(completion, prompt)
 
+    def assert_next_turn_pulls_the_rest(self, turn: list[int], computed_before: int, border_tokens: int) -> None:
+        """Of a turn whose first tokens both servers have seen, each finds those up to the last border of states."""
+        self.disaggregate(turn[:computed_before])
+        with self.traffic() as traffic:
+            completion = self.disaggregate(turn)
+        self.assert_right(completion, turn)
+        held = computed_before // border_tokens * border_tokens
+        assert traffic.source("local_cache_hit") == held
+        assert traffic.source("external_kv_transfer") == len(turn) - 1 - held
+        assert traffic.prefill is not None
+        assert traffic.prefill.prompt_tokens("local_cache_hit") == held
+
     def assert_right(self, completion: Completion, prompt: AnyPrompt) -> None:
         """The tokens and logprobs are those that the decode server computes from the prompt by itself."""
         assert completion.status == 200, completion.body
