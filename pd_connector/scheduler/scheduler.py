@@ -305,7 +305,10 @@ class ConnectorScheduler:
 
         ``by``: what may have changed it, for the log.
         """
-        logger.info("PDConnector: %s may have changed the model: leases end, host memory goes, all is proven anew", by)
+        logger.info(
+            "PDConnector: %s may have changed the model: all leases end, host memory is dropped, and other engines are "
+            "compared anew", by,
+        )  # fmt: skip
         self._forget_model()
         self._device_is_outdated = True
         self._model_changes += 1

@@ -4,6 +4,7 @@ import threading
 import time
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -100,6 +101,24 @@ def test_a_question_without_an_answer_leaves_the_pull_ahead_and_a_pull_in_turn_n
     reader.pull.follow().set_exception(OSError("no answer"))
     assert reader.pull.is_ahead
     assert not Reader().pull.is_ahead
+
+
+def test_p_is_asked_for_more_at_once_after_progress() -> None:
+    reader = Reader(replace(ORDER, transfer_id="t", complete_tokens=16))
+    waits: list[float] = []
+    closing = Mock(is_set=lambda: False, wait=waits.append)
+    reader.pull = Pull(reader.pull._context, reader.pull.order, reader.ends.append, closing)
+    for tokens in (32, 48, 64, 64):
+        reader.pull.follow()
+        answer = Followed(
+            "engine-p", TransferState.COMPUTING, REMOTE.lease_id, 30.0, 0, 70, REMOTE.prompt_digest, (16,), tokens,
+            (tuple(range(1, tokens // 16 + 1)),), (0,),
+        )  # fmt: skip
+        reader.client.futures[-1].set_result(answer)
+        reader.pull.take_answer()
+    assert waits == []
+    reader.pull.follow()
+    assert waits == [0.05], "the last answer told of none"
 
 
 # Traces

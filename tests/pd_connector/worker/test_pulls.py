@@ -354,6 +354,17 @@ def test_wrong_ports_of_one_host_do_not_keep_other_hosts_out(site: Site, monkeyp
     assert pull_threads() == set()
 
 
+def test_any_number_of_engines_of_one_host_that_answer_stay_met(
+    site: Site, monkeypatch: pytest.MonkeyPatch, start_decode: Decode
+) -> None:
+    monkeypatch.setattr(pulls_module, "MOST_UNMET", 1)
+    decode = start_decode()
+    for name in ("a", "b", "c"):
+        submit(decode.service, an_order(name, site.prefill().prefill(name, THEIRS), OURS))
+        assert not decode.wait(1)[name][0].failure
+    assert len(engines_pulled_from()) == 3
+
+
 def test_wrong_ports_of_one_host_close_no_sessions_of_others(
     site: Site, monkeypatch: pytest.MonkeyPatch, start_decode: Decode
 ) -> None:
