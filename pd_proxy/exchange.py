@@ -20,7 +20,7 @@ from pd_proxy.first_token import may_begin
 from pd_proxy.http_client import Client, json_object, read_content, while_connected
 from pd_proxy.journal import CLIENT_LEFT, Journal
 from pd_proxy.legs import TwoLegs
-from pd_proxy.moves import Written, may_move
+from pd_proxy.moves import Written, has_no_limit, may_move
 from pd_proxy.parameters import decode_body, undivided_reason
 from pd_proxy.settings import FirstTokenFrom, Legs
 from pd_proxy.spans import Tracing
@@ -124,11 +124,16 @@ class Generation(Exchange):
         if size is not None:
             record.choice = detour.choice(size, streams=record.streams)
             reason = record.choice.reason if record.choice.alone else None
-        api = self._upstream.api
-        written = Written(api, body) if self._upstream.moves and may_move(api, body) else None
+        api, room = self._upstream.api, None
+        moves = self._upstream.moves and may_move(api, body)
+        begins = reason is None and self._upstream.first_token == FirstTokenFrom.PREFILL and may_begin(api, body)
+        if (moves or begins) and has_no_limit(api, body):
+            headers = self._upstream.headers(client.headers, record.identity, relayed=False)
+            room = await self._upstream.decode.room(headers)
+            moves, begins = moves and room is not None, begins and room is not None
+        written = Written(api, body, room) if moves else None
         if reason is None:
-            begins = self._upstream.first_token == FirstTokenFrom.PREFILL and may_begin(api, body)
-            begun = Written(api, body) if begins else None
+            begun = Written(api, body, room) if begins else None
             await TwoLegs(self._upstream, body, client, written, begun).serve()
             if begun is not None and begun.is_due:
                 written = begun

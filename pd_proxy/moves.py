@@ -76,9 +76,9 @@ _FEW_TOKENS = 16
 def may_move(api: Api, body: Body) -> bool:
     """Return whether another decode server can go on with an answer, by what the client asked for."""
     limits = body.get("max_tokens", None if api.is_chat else _FEW_TOKENS), body.get("max_completion_tokens")
-    # vLLM takes numbers in other forms, too. An answer without a limit has a rest without one, which no text completion
-    # can ask for: null is all the room there is before vLLM 0.30, and 16 tokens since.
-    if any(type(limit) not in (int, type(None)) for limit in limits) or not any(limits):
+    # vLLM takes numbers in other forms, too. To a text completion, null is all the room there is before vLLM 0.30, and
+    # 16 tokens since.
+    if any(type(limit) not in (int, type(None)) for limit in limits) or not (any(limits) or has_no_limit(api, body)):
         return False
     if body.get("seed") is not None and not is_greedy(body):
         return False
@@ -88,6 +88,11 @@ def may_move(api: Api, body: Body) -> bool:
         return False
     messages = body.get("messages")
     return isinstance(messages, list) and all(map(_is_text, messages))
+
+
+def has_no_limit(api: Api, body: Body) -> bool:
+    """Return whether an answer may fill all the room that the model has, which its rest must then be told."""
+    return api.is_chat and body.get("max_tokens") is None and body.get("max_completion_tokens") is None
 
 
 def is_greedy(body: Body) -> bool:
@@ -113,10 +118,12 @@ def _is_plain(body: Body, harmless: Collection[str], neutral: Mapping[str, tuple
 class Written:
     """What decode servers have written of one answer, and what another one needs to go on."""
 
-    def __init__(self, api: Api, body: Body) -> None:
+    def __init__(self, api: Api, body: Body, room: int | None = None) -> None:
+        """``room``: tokens of a prompt and its answer together, for an answer without a limit of its own."""
         self.is_due = False  # the server is leaving, and its answer was left at a place where another one can go on
         self._is_chat = api.is_chat
         self._body = body
+        self._room = room or 0
         self._prompt = array("I")  # token ids, as the first server told them
         self._tokens = array("I")  # and those that were written
         self._before = 0  # of them, by other servers than the last
@@ -166,7 +173,8 @@ class Written:
         assert self._whole is not None
         del self._tokens[self._whole :]
         self._before, self.is_due = self._whole, False
-        limit = self._body.get("max_completion_tokens") or self._body.get("max_tokens", _FEW_TOKENS)
+        most = self._room - len(self._prompt) if self._is_chat else _FEW_TOKENS
+        limit = self._body.get("max_completion_tokens") or self._body.get("max_tokens") or most
         kept = (_HARMLESS | _NEUTRAL.keys()) - _OF_THE_BEGINNING
         return {name: value for name, value in self._body.items() if name in kept} | {
             "prompt": [*self._prompt, *self._tokens],

@@ -18,34 +18,13 @@ from pd_proxy.spans import Tracing
 
 #: vLLM's paths that go to one decode server. Its administrative ones do not go through the proxy.
 RELAYED = (
-    "/v1/models",
-    "/version",
-    "/ping",
-    "/tokenize",
-    "/detokenize",
-    "/v1/messages/count_tokens",
-    "/v1/chat/completions/batch",
-    "/v1/embeddings",
-    "/v2/embed",
-    "/pooling",
-    "/classify",
-    "/score",
-    "/v1/score",
-    "/rerank",
-    "/v1/rerank",
-    "/v2/rerank",
-    "/generative_scoring",
-    "/v1/systemone",
-    "/v1/decisions",
-    "/v1/completions/render",
-    "/v1/completions/derender",
-    "/v1/chat/completions/render",
-    "/v1/chat/completions/derender",
-    "/v1/messages/render",
-    "/v1/responses/render",
-    "/v1/audio/transcriptions",
-    "/v1/audio/translations",
-)
+    "/v1/models", "/version", "/ping", "/tokenize", "/detokenize", "/v1/messages/count_tokens",
+    "/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/score", "/v1/score",
+    "/rerank", "/v1/rerank", "/v2/rerank", "/generative_scoring", "/v1/systemone", "/v1/decisions",
+    "/v1/completions/render", "/v1/completions/derender", "/v1/chat/completions/batch",
+    "/v1/chat/completions/render", "/v1/chat/completions/derender", "/v1/messages/render", "/v1/responses/render",
+    "/v1/audio/transcriptions", "/v1/audio/translations",
+)  # fmt: skip
 #: Of responses that a decode server keeps.
 STORED = {"/v1/responses/{response_id}": "GET", "/v1/responses/{response_id}/cancel": "POST"}
 #: Bodies that are no JSON: for transcriptions, say.

@@ -10,10 +10,11 @@ The rest of an answer that moves is another request: see ``moves``.
 
 import asyncio
 import errno
+import json
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from enum import StrEnum
 from http import HTTPStatus
 
@@ -24,6 +25,9 @@ from pd_proxy.connection_pool import ClosedAtOnce, Connections, HeaderList, Resp
 from pd_proxy.error_answers import LegFailed, Retry
 
 logger = logging.getLogger(__name__)
+
+#: How long what a server has said of its model is believed.
+_ROOM_S = 60.0
 
 
 class Leg(StrEnum):
@@ -89,6 +93,8 @@ class Servers:
         self._connections = connections
         self._skip_s = skip_s
         self._choices = 0
+        self._room: int | None = None
+        self._room_until = 0.0  # monotonic seconds
 
     def in_order(self, failed: str = "") -> list[Server]:
         """Return all servers, the one to ask first at the beginning, and at the end the one that has just failed."""
@@ -104,6 +110,16 @@ class Servers:
         # One that refused is not there until a new request has found it: time alone says nothing.
         gone = (one.is_leaving or one.skip_until > 0 or one.url == failed for one in self.members)
         return server.is_leaving and not all(gone)
+
+    async def room(self, headers: HeaderList) -> int | None:
+        """Return how many tokens a prompt and its answer may have, by what one server says; None: it is not known."""
+        if time.monotonic() > self._room_until:
+            with suppress(LegFailed, LookupError, ValueError, TypeError, AttributeError):
+                async with self.request("GET", "/v1/models", headers) as answer:
+                    models = json.loads(await answer.read())["data"]
+                    self._room_until = time.monotonic() + _ROOM_S
+                    self._room = min(room for model in models if (room := model.get("max_model_len")))
+        return self._room
 
     @asynccontextmanager
     async def request(
@@ -161,11 +177,8 @@ class Servers:
 
     async def healthy(self, timeout_s: float) -> dict[str, bool]:
         """Of every server's URL, whether its ``/health`` answers 200 within ``timeout_s`` seconds."""
-
-        states = await asyncio.gather(
-            *(self._connections.is_well(f"{server.url}/health", timeout_s) for server in self.members)
-        )
-        return {server.url: state for server, state in zip(self.members, states, strict=True)}
+        asked = (self._connections.is_well(f"{server.url}/health", timeout_s) for server in self.members)
+        return {server.url: state for server, state in zip(self.members, await asyncio.gather(*asked), strict=True)}
 
     async def _send(
         self, server: Server, method: str, path: str, headers: HeaderList, content: bytes | None

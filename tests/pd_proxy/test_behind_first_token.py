@@ -240,14 +240,20 @@ def test_chats_begin_with_ps_token_where_the_operator_says_that_no_server_has_a_
     until(lambda: f"pd_proxy_first_tokens_from_prefill_total {int(plain)}\n" in proxy.http.get("/metrics").text)
 
 
-def test_a_chat_whose_d_fails_goes_on_as_a_chat(setup: ProxySetup, p: FakeServer) -> None:
+@pytest.mark.parametrize("limit", [GREEDY["max_tokens"], None])
+def test_a_chat_whose_d_fails_goes_on_as_a_chat(setup: ProxySetup, p: FakeServer, limit: int | None) -> None:
+    said = json.dumps({"data": [{"max_model_len": len(PROMPT_IDS) + GREEDY["max_tokens"]}]}).encode()
+
+    async def fails(received: Received, wire: Wire) -> None:
+        await wire.whole(*((200, said) if received.path == "/v1/models" else (500, b"no")))
+
     async def prefills(received: Received, wire: Wire) -> None:
         await wire.json(200, prefilled(" gr", chat="messages" in received.body))
 
     p.script = prefills
-    failing, other = setup.server(answers(500, b"no")), setup.server(goes_on)
+    failing, other = setup.server(fails), setup.server(goes_on)
     proxy = setup.proxy([p], [failing, other], legs="in-turn", plain_chats=True)
-    stream = proxy.http.post("/v1/chat/completions", json=A_CHAT).content
+    stream = proxy.http.post("/v1/chat/completions", json=A_CHAT | {"max_tokens": limit}).content
     events = [json.loads(one[6:]) for one in stream.split(b"\n\n") if one and one != b"data: [DONE]"]
     assert {one["object"] for one in events} == {"chat.completion.chunk"}
     deltas = [choice["delta"] for one in events for choice in one["choices"]]

@@ -12,6 +12,7 @@ import pd_proxy.draining
 from pd_proxy.apis import CHAT, COMPLETIONS, Api
 from tests.support.examples.fake_servers import (
     NAMED_TRANSFER,
+    ROOM,
     FakeServer,
     Received,
     Script,
@@ -84,6 +85,22 @@ def test_an_answer_whose_limit_is_reached_where_it_would_move_has_ended(
     assert text_of(answer) == " a b"
     assert events_of(answer)[-1]["usage"]["completion_tokens"] == limit
     assert [body["max_tokens"] for body in moving.servers[1].bodies] == left
+
+
+@pytest.mark.parametrize("says_room", [True, False])
+def test_a_chat_without_a_limit_moves_if_a_server_says_how_much_room_there_is(
+    setup: ProxySetup, p: FakeServer, file: Path, says_room: bool
+) -> None:
+    first, second = Decoder("first", waits_at=1, stays=not says_room), Decoder("second")
+
+    async def silent(received: Received, wire: Wire) -> None:
+        await (wire.json(200, {"data": [{"id": "tiny"}]}) if received.path == "/v1/models" else first(received, wire))
+
+    moving = Moving(setup, p, file, first if says_room else silent, second)
+    answer = moving.drained(first, api=CHAT, max_tokens=None)
+    assert text_of(answer) == WHOLE
+    assert events_of(answer)[-1]["usage"]["completion_tokens"] == 6
+    assert [body["max_tokens"] for body in moving.servers[1].bodies] == ([ROOM - 5] if says_room else [])
 
 
 def test_cached_tokens_are_those_of_the_clients_prompt(setup: ProxySetup, p: FakeServer, file: Path) -> None:

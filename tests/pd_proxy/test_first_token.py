@@ -109,7 +109,7 @@ def test_whatever_could_shape_or_end_it_keeps_it_with_d(changed: dict[str, Any])
         ({}, True),
         ({"max_completion_tokens": 2, "max_tokens": None}, True),
         ({"max_completion_tokens": 1}, False),
-        ({"max_tokens": None}, False),
+        ({"max_tokens": None}, True),
         ({"temperature": None}, False),
         ({"tools": [{}]}, False),
         ({"response_format": {"type": "json_object"}}, False),

@@ -104,11 +104,13 @@ def test_what_cannot_be_read_as_text_is_no_place_to_go_on() -> None:
         (CHAT, {"max_tokens": 8}, 6),
         (CHAT, {"max_tokens": 8, "max_completion_tokens": 5}, 3),
         (CHAT, {"max_tokens": 8, "max_completion_tokens": None}, 6),
+        (CHAT, {}, 15),
+        (CHAT, {"max_tokens": None}, 15),
     ],
     ids=said,
 )
 def test_the_rest_has_what_is_left_of_the_limit(api: Api, body: dict[str, Any], left: int | None) -> None:
-    written = Written(api, body)
+    written = Written(api, body, room=20)
     followed(written, tokens(0, 1, begins=True) + tokens(1, 2))
     assert written.rest()["max_tokens"] == left
 
@@ -139,7 +141,9 @@ def test_an_answer_that_has_ended_does_not_move() -> None:
         (COMPLETIONS, {"seed": None, "stop": [], "n": 1, "presence_penalty": 0.0, "echo": False}),
         (COMPLETIONS, {"prompt": [7, 8], "truncate_prompt_tokens": 5, "stream_options": {"include_usage": True}}),
         (COMPLETIONS, {"prompt": ["one"]}),
+        (CHAT, {}),
         (CHAT, {"max_tokens": 5}),
+        (CHAT, {"max_tokens": None}),
         (CHAT, {"max_completion_tokens": 5, "reasoning_effort": "low", "logprobs": False, "tool_choice": "none"}),
         (
             CHAT,
@@ -178,7 +182,7 @@ def test_streams_of_plain_text_may_move(api: Api, changed: dict[str, Any]) -> No
         (CHAT, {"seed": 7}),
         (CHAT, {"tools": [{}]}),
         (CHAT, {"max_completion_tokens": "6"}),
-        (CHAT, {"max_tokens": None}),
+        (CHAT, {"max_tokens": None, "max_completion_tokens": 0}),
         (COMPLETIONS, {"max_tokens": None}),
         (CHAT, {"logprobs": True}),
         (CHAT, {"include_reasoning": False}),

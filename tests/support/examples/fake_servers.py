@@ -28,6 +28,8 @@ TRANSFER: dict[str, Any] = {
 }
 
 
+#: Tokens of a prompt and its answer, of servers that say it.
+ROOM = 9
 #: Of a connector whose transfers can be followed by their names.
 NAMED_TRANSFER: dict[str, Any] = TRANSFER | {"remote_attempt": 0}
 
@@ -237,7 +239,7 @@ async def decodes(received: Received, wire: Wire) -> None:
     if received.path == "/health":
         await wire.whole(200, b"")
     elif received.path == "/v1/models":
-        await wire.json(200, {"object": "list", "data": [{"id": "tiny"}]})
+        await wire.json(200, {"object": "list", "data": [{"id": "tiny", "max_model_len": ROOM}, {"id": "an-adapter"}]})
     else:
         await wire.json(200, {"choices": [{"text": " the answer"}]})
 

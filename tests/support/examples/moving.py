@@ -78,9 +78,12 @@ class Decoder:
         self._breaks_at = breaks_at
 
     async def __call__(self, received: Received, wire: Wire) -> None:
+        if received.path == "/v1/models":
+            await decodes(received, wire)
+            return
         body, chat = received.body, received.path == CHAT.path
         begin = len(body["prompt"]) - len(PROMPT_IDS) if isinstance(body.get("prompt"), list) else 0
-        end = min(len(TEXT), begin + body["max_tokens"])
+        end = min(len(TEXT), begin + (body["max_tokens"] or len(TEXT)))
         await wire.head()
         if chat:
             await wire.chunk(role(self._name))
