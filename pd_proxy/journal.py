@@ -23,6 +23,8 @@ _COUNTERS = {
     "moved": "result",
 }
 _TOTALS = ("prefill_retries", "first_tokens_from_prefill", "first_tokens_different", "broken_off")
+#: Why a decode server computes a prompt that was to be handed over.
+NO_PREFILL = "no prefill server"
 #: How decode legs without a prefill leg are called.
 _ALONE = "decode-alone"
 
@@ -140,6 +142,7 @@ class Journal:
         self._none_open.set()
         self._counts = {name: Counter[str]() for name in _COUNTERS}
         self._counts["moved"].update(continued=0, failed=0)
+        self._counts["not_disaggregated"][NO_PREFILL] = 0
         self._totals = Counter(dict.fromkeys(_TOTALS, 0))
         # By name, and by how the legs were sent.
         self._seconds = defaultdict[tuple[str, str], float](float)

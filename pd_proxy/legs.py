@@ -29,6 +29,7 @@ from pd_proxy.decode import at_once, run_decode
 from pd_proxy.error_answers import LegFailed, LegRefused, NothingHandedOver, Retry, let_go_of_bodies
 from pd_proxy.first_token import FirstToken
 from pd_proxy.http_client import Client
+from pd_proxy.journal import NO_PREFILL
 from pd_proxy.moves import Written
 from pd_proxy.parameters import decode_body, following
 from pd_proxy.prefill import run_prefill
@@ -42,9 +43,8 @@ logger = logging.getLogger(__name__)
 #: How long an error of D waits for news of P, which may be its cause, and P's answer for its end after D's.
 _LAST_NEWS_S = 1.0
 
-#: Why a decode server has served a request alone.
+#: Why a decode server has served a request alone, as does ``NO_PREFILL``.
 _ENDS_AT_ONCE = "the text ends with its first token"
-_NO_PREFILL = "no prefill server"
 
 Failure = LegFailed | LegRefused
 
@@ -123,7 +123,7 @@ class TwoLegs:
                 if self._upstream.without_prefill != WithoutPrefill.DECODE:
                     raise failure
                 logger.warning("%s: a decode server computes the prompt", failure)
-                await self._alone(_NO_PREFILL)
+                await self._alone(NO_PREFILL)
                 return
             if failure.retry is Retry.ONCE:
                 once = False

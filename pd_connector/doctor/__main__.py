@@ -94,6 +94,12 @@ def _transfer_engine(config: ConnectorConfig) -> str:
 
 def _listen(config: ConnectorConfig, port: int) -> int:
     """Serve in P's place until a signal comes."""
+    if config.protocol == "ascend":
+        _print(
+            "cannot listen: over the Ascend transport peers read an NPU's memory only, and the doctor has none; start "
+            "the prefill server here, and visit it with --peer"
+        )
+        return 1
     stopping = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stopping.set())

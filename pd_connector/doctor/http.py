@@ -48,8 +48,12 @@ def usable_key(key: str | None) -> str | None:
     return key
 
 
+#: For a server's answer to a GET, which it gives at once, however busy it is.
+_QUESTION_S = 10.0
+
+
 class HttpServer:
-    """A prefill server's HTTP port."""
+    """A prefill server's HTTP port. ``timeout_s``: for the answer to a POST."""
 
     def __init__(self, url: str, api_key: str | None, timeout_s: float) -> None:
         self.url = url
@@ -68,7 +72,7 @@ class HttpServer:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, self._headers)  # noqa: S310  the scheme is checked
         try:
-            with self._opener.open(request, timeout=self._timeout_s) as answer:
+            with self._opener.open(request, timeout=self._timeout_s if data else _QUESTION_S) as answer:
                 parsed = _json(answer.read())
         except urllib.error.HTTPError as error:
             raise CheckFailed(_refused(self.url + path, error)) from error

@@ -58,7 +58,7 @@ def _own_host(config: ConnectorConfig) -> str:
     host = config.host or host_address()
     if not is_own_address(host):
         source = "host" if config.host else "vLLM's own choice of host (VLLM_HOST_IP)"
-        why = " (vLLM's choice where there is no default route)" if host == "0.0.0.0" else ""  # noqa: S104
+        why = " (all addresses; also vLLM's choice where there is no default route)" if host == "0.0.0.0" else ""  # noqa: S104
         raise ConfigError(
             f"{source} = {host!r}{why} is not an address of this machine, but peers read this worker's memory there. "
             "Set it to one of this machine's network interfaces. If workers of this engine run on several machines, "

@@ -123,6 +123,9 @@ def load(options: NativeOptions) -> Any:
         raise EngineStartError(_explain_import_error(error)) from error
 
 
+#: Libraries of the system that wheels are linked to, and Debian's packages of them. libmlx5 is CUDA 13's alone.
+_OF_THE_SYSTEM = ("libibverbs", "libmlx5", "libnuma", "libcurl.")
+_PACKAGES = ("libibverbs1", "ibverbs-providers", "libnuma1", "libcurl4")
 #: Libraries of CANN that the wheel for NPUs is linked to.
 _OF_CANN = ("libascendcl", "libllm_datadist", "libmetadef")
 
@@ -130,8 +133,8 @@ _OF_CANN = ("libascendcl", "libllm_datadist", "libmetadef")
 def _explain_import_error(error: ImportError) -> str:
     if isinstance(error, ModuleNotFoundError):
         hint = "install it with the extra for your platform: pip install 'pd-connector[cpu]', [cuda], [cuda12] or [npu]"
-    elif "libibverbs" in str(error) or "librdmacm" in str(error):
-        hint = "it needs the RDMA libraries even if only TCP is used: apt-get install libibverbs1 librdmacm1"
+    elif any(library in str(error) for library in _OF_THE_SYSTEM):
+        hint = "that is a library of the system, needed also for TCP: apt-get install " + " ".join(_PACKAGES)
     elif "libcudart.so.12" in str(error):
         hint = "this wheel is for CUDA 12; install mooncake-transfer-engine-cuda13 in its place (the extra [cuda])"
     elif "libcudart.so.13" in str(error):

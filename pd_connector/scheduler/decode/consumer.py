@@ -466,6 +466,11 @@ class Consumer(SchedulerRole):
                     logger.info("%s", text)
                 return ComputedHere.WINDOW
             case RemotePrefill() if self._is_untried(request, entry):
+                self._warnings.warn(
+                    "unproven",
+                    f"PDConnector: request {request.request_id} is computed here: its prefill engine is not proven "
+                    "yet, and the prompt has no whole block that could do it, or there is no room for one",
+                )
                 return ComputedHere.UNPROVEN
         return ComputedHere.DECLINED
 

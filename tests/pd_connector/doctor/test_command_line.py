@@ -50,6 +50,11 @@ def test_bad_arguments(arguments: list[str], said: str, capsys: pytest.CaptureFi
     assert said in capsys.readouterr().err
 
 
+def test_over_the_ascend_transport_only_a_server_can_be_visited(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--listen", "--config", '{"host": "127.0.0.1", "protocol": "ascend"}']) == 1
+    assert "over the Ascend transport peers read an NPU's memory only" in capsys.readouterr().out
+
+
 @pytest.fixture
 def well(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A machine of which nothing but what the test says is checked."""

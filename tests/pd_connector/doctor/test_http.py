@@ -1,11 +1,13 @@
 """Addresses that ``--peer`` takes, and what a server's answers mean."""
 
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from pd_connector.doctor import http
 from pd_connector.doctor.findings import CheckFailed
 from pd_connector.doctor.http import HttpServer, base_url, usable_key
 from tests.support.process import free_port
@@ -30,6 +32,14 @@ def test_addresses(peer: str, url: str) -> None:
 def test_what_is_no_address(peer: str) -> None:
     with pytest.raises(ValueError, match=r"write HOST, HOST:PORT or http://HOST:PORT of a prefill server"):
         base_url(peer)
+
+
+def test_a_port_that_takes_no_question_is_not_waited_for_as_long_as_a_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "_QUESTION_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        server = HttpServer(f"http://127.0.0.1:{silent.getsockname()[1]}", None, 120.0)
+        with pytest.raises(CheckFailed, match="does not answer \\(timed out\\)"):
+            server.ask("/v1/models")
 
 
 class Handler(BaseHTTPRequestHandler):

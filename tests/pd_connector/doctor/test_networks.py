@@ -100,7 +100,8 @@ def test_no_default_route(network: Network) -> None:
     for number in (P, D):
         network.hosts.configure(number, "route del default")
     said = network.refusal()
-    assert "cannot listen: host = '0.0.0.0' (vLLM's choice where there is no default route) is not an address" in said
+    why = "all addresses; also vLLM's choice where there is no default route"
+    assert f"cannot listen: host = '0.0.0.0' ({why}) is not an address" in said
     assert "Set it to one of this machine's network interfaces" in said
     p, d = ({"host": Hosts.address(number)} for number in (P, D))
     network.fails("peer: pull", "host '0.0.0.0' .*: set host, .* Without a default route, vLLM finds none", p=p)

@@ -242,7 +242,15 @@ def failing_import(error: ImportError) -> Callable[[str], ModuleType]:
     ("error", "way_out"),
     [
         (ModuleNotFoundError("No module named 'mooncake'"), r"pip install 'pd-connector\[cpu\]'"),
-        (ImportError("libibverbs.so.1: cannot open shared object file"), "apt-get install libibverbs1"),
+        *(
+            (ImportError(f"{library}: cannot open shared object file"), f"apt-get install .*{package}")
+            for library, package in {
+                "libibverbs.so.1": "libibverbs1",
+                "libmlx5.so.1": "ibverbs-providers",
+                "libnuma.so.1": "libnuma1",
+                "libcurl.so.4": "libcurl4",
+            }.items()
+        ),
         (
             ImportError("libcudart.so.12: cannot open shared object file"),
             r"install mooncake-transfer-engine-cuda13 .*\[cuda\]",

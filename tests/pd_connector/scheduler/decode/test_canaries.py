@@ -121,7 +121,7 @@ def test_two_canaries_at_a_time_have_areas_of_their_own() -> None:
 
 @pytest.mark.parametrize(("tokens", "computed"), [(16, 0), (70, 64), (70, 55), (33, 20)])
 def test_a_prompt_of_which_no_whole_block_is_computed_here_proves_nothing_and_is_computed(
-    tokens: int, computed: int
+    tokens: int, computed: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     d = ProvingDecode()
     short = d.add("short", tokens=tokens)
@@ -129,6 +129,7 @@ def test_a_prompt_of_which_no_whole_block_is_computed_here_proves_nothing_and_is
     assert d.step() == Orders()
     assert d.client.cancelled() == ["lease-of-short"]
     assert d.counted() == {f"prompts_computed:{ComputedHere.UNPROVEN}": 1}
+    assert "request short is computed here: its prefill engine is not proven yet" in caplog.text
 
 
 def test_a_prompt_that_is_here_but_for_its_last_token_is_none() -> None:
