@@ -116,11 +116,12 @@ def _form(number: int, group: CacheGroup, planes: Sequence[Plane], total: int, g
         described.append((shape, layers))
     said = repr((group.block_tokens, group.states, total, heads, described)).encode()
     digest = hashlib.blake2b(said, digest_size=_DIGEST_BYTES).hexdigest()
-    holders = max(1, geometry.tp_size * first.heads // total) * geometry.pcp_size
-    holder = (geometry.pcp_rank * geometry.tp_size + geometry.tp_rank) % holders
+    copies = max(1, geometry.tp_size * first.heads // total)  # neighbouring tensor parallel ranks hold the same
+    holder = geometry.pcp_rank * copies + geometry.tp_rank % copies
     return ObjectForm(
-        number, digest, tuple(parts), heads, first.head_start // heads, first.heads // heads, offset, holders, holder
-    )
+        number, digest, tuple(parts), heads, first.head_start // heads, first.heads // heads, offset,
+        copies * geometry.pcp_size, holder,
+    )  # fmt: skip
 
 
 def _shape(plane: Plane, group: CacheGroup) -> tuple[str | int, ...]:

@@ -125,6 +125,12 @@ def check_planes(local: Plane, remote: Plane) -> None:
             f"block size is {local.block_tokens} tokens here and {remote.block_tokens} on the remote engine, and the "
             f"kernels' packing {local.packing!r} cannot be cut by token; start both with the same --block-size"
         )
+    if local.tokens_per_row > 1 and max(local.tokens.ranks, remote.tokens.ranks) > 1:
+        raise IncompatibleCachesError(
+            f"ranks of an engine share the tokens of layer {local.layers[0]!r}, a row of which stands for "
+            f"{local.tokens_per_row} tokens: which rows a rank has is not known; start both with "
+            "--decode-context-parallel-size 1"
+        )
     uneven = [side for side in (local, remote) if side.tokens.ranks > 1 and side.tokens.interleave % side.block_tokens]
     if local.packing and local.tokens != remote.tokens and uneven:
         raise IncompatibleCachesError(

@@ -159,7 +159,7 @@ class Peer:
         if self._near is not None and place is Place.DEVICE and (near := self._near.link(rank)) is not None:
             return near
         if rank in self._links and self._links[rank].is_stale:
-            self.drop_link(rank)
+            self._links.pop(rank).close()
         if rank not in self._links:
             worker = self.workers[rank]
             try:

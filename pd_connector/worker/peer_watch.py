@@ -36,7 +36,7 @@ class PeerWatch:
         if self._answer is not None and self._answer.done():
             answer, self._answer = self._answer, None
             error = answer.exception()
-            is_replaced = isinstance(error, PeerRefused) and error.code is ErrorCode.UNKNOWN_ENGINE
+            is_replaced = isinstance(error, PeerRefused) and error.code == ErrorCode.UNKNOWN_ENGINE
             if is_replaced or isinstance(error, PeerUnreachable):
                 return f"its engine was given up: {error}"
         if self._answer is None and self._clock() >= self._ask_at:

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layout.compatibility import IncompatibleCachesError
+from layout.compatibility import IncompatibleCachesError, check_planes
+from layout.context_parallel import TokenSplit
 from tests.support.layout.oracle import LAYOUTS, Engine, Model, build
 from tests.support.layout.pulls import LOCAL_BASE, plain, plans_of, pull_rows
 from tests.support.layout.ranks import compressed
@@ -31,6 +32,13 @@ def test_a_pull_may_begin_inside_a_block(ratio: int, unit: int) -> None:
     model, engine = Model(1, (4, 4), 2, ((0, 1),), (0,)), Engine("LBNHC", block_tokens=64, blocks=4)
     request = plain(150, engine, engine)
     assert pull_rows(model, (engine, engine), replace(request, first_token=unit), ratio, 0) == {unit}
+
+
+def test_ranks_that_share_the_tokens_of_such_rows_are_refused() -> None:
+    model, engine = Model(1, (4, 4), 2, ((0, 1),), (0,)), Engine("LBNHC", block_tokens=64, blocks=4)
+    plane = compressed(build(model, engine, 1, LOCAL_BASE)[0], 4).groups[0].planes[0]
+    with pytest.raises(IncompatibleCachesError, match=r"a row of which stands for 4 tokens: .* start both with "):
+        check_planes(plane, replace(plane, tokens=TokenSplit(64, 2, 1)))
 
 
 def test_other_numbers_of_tokens_in_a_row_are_refused_with_both() -> None:

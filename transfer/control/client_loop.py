@@ -299,7 +299,7 @@ class ClientLoop:
             self._settle(pending, own)
         self._peers.drop(peer)
 
-    def _refuse(self, pending: Pending, code: ErrorCode, reason: str) -> None:
+    def _refuse(self, pending: Pending, code: str, reason: str) -> None:
         self._count(refused=self._counters.refused + 1)
         host, port, said = pending.address.host, pending.address.port, reason[:_REASON_CHARACTERS]
         self._settle(pending, PeerRefused(host=host, port=port, request_type=pending.kind, code=code, reason=said))
@@ -367,7 +367,7 @@ class ClientLoop:
         return pending is not None and pending.address == peer.address and isinstance(pending.request, Hello)
 
     def _take_error(self, pending: Pending, error: Error) -> None:
-        if error.code is ErrorCode.NOT_READY:
+        if error.code == ErrorCode.NOT_READY:
             pending.not_ready = error.message[:_REASON_CHARACTERS] or "the engine is still starting"
         else:
             self._refuse(pending, error.code, error.message)

@@ -1,6 +1,5 @@
 """Exceptions of the control channel, of both client and server. No logic beyond the wording."""
 
-from transfer.control.messages import ErrorCode
 from transfer.errors import TransferError
 from transfer.peers import Address
 
@@ -55,10 +54,10 @@ class AuthenticationFailed(ControlError):  # noqa: N818
 class PeerRefused(ControlError):  # noqa: N818
     """The peer answered with an error. ``code`` says which, ``reason`` is the peer's own text."""
 
-    def __init__(self, *, host: str, port: int, request_type: str, code: ErrorCode, reason: str) -> None:
+    def __init__(self, *, host: str, port: int, request_type: str, code: str, reason: str) -> None:
         self.host = host
         self.port = port
         self.request_type = request_type
         self.code = code
         self.reason = reason
-        super().__init__(f"{Address(host, port)} refused {request_type!r}: {code.value}: {reason}")
+        super().__init__(f"{Address(host, port)} refused {request_type!r}: {code}: {reason}")

@@ -81,7 +81,8 @@ of the classes below. Any MessagePack library can speak the protocol. Unknown ke
 Reliability. Each request is idempotent and answered. The client resends it with the same ``message_id`` until the reply
 comes or the timeout expires. Messages may be lost, repeated, late or reordered.
 
-Errors. A request that cannot be served is answered with ``error``, whose ``code`` is one of ``ErrorCode``. A frame that
+Errors. A request that cannot be served is answered with ``error``, whose ``code`` is one of ``ErrorCode``,
+or one of a later version. A frame that
 is not a well-formed message is counted and dropped, or answered with ``error`` if its ``message_id`` is readable. Every
 request carries the engine id that the client expects: a restarted engine has a new id and answers ``unknown_engine``.
 Only who asks for a transfer by its name, or for a prefix, may leave it empty.
@@ -365,7 +366,7 @@ class Found(msgspec.Struct, frozen=True, tag="found"):
 class Error(msgspec.Struct, frozen=True, tag="error"):
     """The request was not served."""
 
-    code: ErrorCode
+    code: Annotated[str, msgspec.Meta(max_length=64)]
     message: str  # human-readable: names the values and the rule
 
 

@@ -279,12 +279,13 @@ class PeerPool:
             yield self._peers[address]
 
     def close_idle(self) -> None:
-        """Drop the peers that were not used for ``idle_s``. Cheap if called too early."""
+        """Drop the peers that were not used for ``idle_s``, and that nobody watches. Cheap if called too early."""
         now = time.monotonic()
         if now < self.sweep_at:
             return
         for peer in list(self._peers.values()):
-            if not peer.unanswered and now - peer.used_at >= self._settings.idle_s:
+            is_watched = not all(watcher.done() for watcher in peer.watchers)
+            if not (peer.unanswered or is_watched) and now - peer.used_at >= self._settings.idle_s:
                 self.drop(peer)
         self.sweep_at = now + self._settings.idle_s / 2 if self._peers else math.inf
 

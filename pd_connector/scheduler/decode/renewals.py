@@ -250,7 +250,7 @@ class Renewals:
                 valid = frozenset(reply.valid)
                 ended = [kept for kept in renewed if kept.remote.lease_id not in valid]
                 self._mark_lost(ended, Cause.LEASE, "it expired, was cancelled, or gave way to other requests")
-        elif isinstance(error, PeerRefused) and error.code is ErrorCode.UNKNOWN_ENGINE:
+        elif isinstance(error, PeerRefused) and error.code == ErrorCode.UNKNOWN_ENGINE:
             self._mark_lost(renewed, Cause.REFUSED, str(error))
         else:
             log_undelivered(future)

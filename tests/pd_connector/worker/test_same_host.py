@@ -225,6 +225,10 @@ def test_host_memory_is_read_the_first_way(site: Site) -> None:
     on_device, in_host = (lane.peer.link(0, place) for place in (Place.DEVICE, Place.HOST))
     assert isinstance(on_device, CudaIpcLink)
     assert isinstance(in_host, InProcessLink)
+    in_host.is_forgotten = True
+    another = lane.peer.link(0, Place.HOST)
+    assert another is not in_host
+    assert lane.peer.link(0) is on_device
     lane.peer.drop_link(0, Place.HOST)
     assert lane.peer.link(0) is on_device
 

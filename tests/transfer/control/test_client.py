@@ -249,13 +249,14 @@ def test_dead_peers_do_not_delay_a_live_one(client: ControlClient, server: Contr
 # -- peers that refuse
 
 
+@pytest.mark.parametrize("code", [ErrorCode.UNKNOWN_ENGINE, "of_a_later_version"])
 def test_an_error_reply_fails_the_future_with_code_and_words(
-    client: ControlClient, server: ControlServer, handler: Handler
+    client: ControlClient, server: ControlServer, handler: Handler, code: str
 ) -> None:
-    handler.answer = lambda request: Error(ErrorCode.UNKNOWN_ENGINE, "this is engine-2")
-    with pytest.raises(PeerRefused, match="unknown_engine: this is engine-2") as caught:
+    handler.answer = lambda request: Error(code, "this is engine-2")
+    with pytest.raises(PeerRefused, match=f"{code}: this is engine-2") as caught:
         client.request(HERE, server.port, HELLO, 5).result()
-    assert (caught.value.code, caught.value.reason) == (ErrorCode.UNKNOWN_ENGINE, "this is engine-2")
+    assert (caught.value.code, caught.value.reason) == (code, "this is engine-2")
     assert len(handler.asked) == 1
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -90,13 +91,14 @@ class TestAnyTwoEngines:
         kept = put_all(build(model, Engine("BLHNC", tp=writers), 1, 1 << 44), tables)
         fetch_all(build(model, Engine("LBHNC", tp=readers), 2, 1 << 45), tables, kept)
 
+    @pytest.mark.parametrize("pcp", [1, 2, 3])
     @pytest.mark.parametrize("tp", [1, 2, 4, 8])
-    def test_each_object_is_put_once(self, tp: int) -> None:
+    def test_each_object_is_put_once(self, tp: int, pcp: int) -> None:
         """By those whose turn it is, of all ranks that hold the same."""
         model = Model(2, (2, 2), 2, ((0, 1),), (0,), (INDEXER,))
         put: list[str] = []
-        for rank in build(model, Engine(tp=tp), 1, 1 << 44):
-            for form in object_forms(rank.geometry)[0]:
+        for rank, pcp_rank in product(build(model, Engine(tp=tp), 1, 1 << 44), range(pcp)):
+            for form in object_forms(replace(rank.geometry, pcp_rank=pcp_rank, pcp_size=pcp))[0]:
                 for block_hash in (b"\x00", b"\x05", b"\xfe"):
                     if block_hash[0] % form.holders == form.holder:
                         put += [form.key("ns", share, block_hash) for share in form.held]
