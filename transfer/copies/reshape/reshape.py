@@ -17,8 +17,6 @@ from numba.extending import intrinsic
 from layout.copies import EMPTY, Copies
 
 _LINE_BYTES = 64  # a cache line
-_PAGE_BYTES = 4096  # hardware prefetchers do not cross a page
-_STRIPE_BYTES = 4 * _PAGE_BYTES
 
 
 def _emit_copy_bytes(_typing: Any, _destination: Any, _source: Any, _size: Any) -> Any:
@@ -66,12 +64,7 @@ def _copy_runs(destinations: Any, sources: Any, sizes: Any) -> None:
         if (to | size) & (_LINE_BYTES - 1):
             _copy_bytes(to, origin, size)
         else:
-            paged = size // _STRIPE_BYTES * _STRIPE_BYTES
-            for stripe in range(0, paged, _STRIPE_BYTES):  # its pages in parallel, so that several are prefetched
-                for line in range(0, _PAGE_BYTES, _LINE_BYTES):
-                    for offset in range(stripe + line, stripe + _STRIPE_BYTES, _PAGE_BYTES):
-                        _store_line(to + offset, origin + offset)
-            for offset in range(paged, size, _LINE_BYTES):
+            for offset in range(0, size, _LINE_BYTES):
                 _store_line(to + offset, origin + offset)
     _fence()
 
@@ -83,8 +76,8 @@ def run_copies(copies: Copies) -> None:
     """Copy every run, in the order given. When this returns, every thread sees the bytes.
 
     All addresses must belong to this process and be reachable by the CPU; this cannot be checked. Sources and
-    destinations must not overlap. Fastest (faster than memcpy of the same bytes) if destinations and sizes are
-    multiples of 64. May be called from any thread; releases the GIL.
+    destinations must not overlap. Fastest if destinations and sizes are multiples of 64. May be called from any thread;
+    releases the GIL.
 
     Raises:
         ValueError: a size is negative. Nothing was copied.
