@@ -64,6 +64,25 @@ class DeviceBlocks:
             return is_reset
 
         kv_cache_manager.reset_prefix_cache = prepared_reset
+        free = kv_cache_manager.free
+
+        def free_what_is_computed(request: "Request") -> None:
+            # vLLM names blocks when it schedules the step that fills them. By priority, it may preempt a request of
+            # that very step, so that nothing fills them: they could be found all the same.
+            if request.status.name == "RUNNING":
+                self._forget_behind(request.request_id, request.num_computed_tokens)
+            free(request)
+
+        kv_cache_manager.free = free_what_is_computed
+
+    def _forget_behind(self, request_id: str, tokens: int) -> None:
+        named = (
+            block.block_id
+            for size, blocks in zip(self.block_tokens, self.table(request_id), strict=True)
+            for block in islice(blocks, tokens // size, None)
+            if not block.is_null and block.block_hash is not None
+        )
+        self.forget(set(named))
 
     @property
     def manager(self) -> "KVCacheManager":

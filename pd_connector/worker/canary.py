@@ -20,7 +20,7 @@ from layout.scratch import blocks_of_tokens, scratch_bytes, scratch_geometry
 from pd_connector.orders import CanaryEnds, CanaryReference, CanaryRoom, Cause, Orders, PullOrder, Report, block_table
 from pd_connector.worker.agreement import Sample, cache_format, compare, plane_samples, state_samples
 from pd_connector.worker.caches import Cache
-from pd_connector.worker.device_fence import no_fence
+from pd_connector.worker.device_fence import Fence, RaiseFence, fences, no_fence
 from pd_connector.worker.device_memory import device_memory
 from pd_connector.worker.peer import PullContext, keep_tails
 from pd_connector.worker.pull_end import PullEnd
@@ -198,16 +198,18 @@ class _Canary:
     order: PullOrder
     end: PullEnd | None = None  # of the pull
     reference: CanaryReference | None = None
+    computed: Fence | None = None  # behind all that writes what the reference names; drafts come after a step's tokens
     verdict: Future[CanaryEnds] | None = None
 
 
 class CanaryPulls(WorkerRole):
     """Owns the canaries of a worker. ``pulls`` are made with the geometry of the scratch memory."""
 
-    def __init__(self, pulls: Pulls, compares: Compares) -> None:
-        """``compares`` is called on a thread of this role, one canary at a time."""
+    def __init__(self, pulls: Pulls, compares: Compares, raise_fence: RaiseFence = no_fence) -> None:
+        """``compares`` is called on a thread of this role, one canary at a time, behind a fence of the device."""
         self._pulls = pulls
         self._compares = compares
+        self._raise_fence = raise_fence
         self._thread = ThreadPoolExecutor(1, "pd-canary")
         self._open: dict[str, _Canary] = {}  # by request
 
@@ -219,7 +221,7 @@ class CanaryPulls(WorkerRole):
             self._pulls.execute(Orders(pulls=orders.canaries, model_changes=orders.model_changes))
         for reference in orders.references:
             if (canary := self._open.get(reference.request_id)) is not None:  # its pull has not failed here
-                canary.reference = reference
+                canary.reference, canary.computed = reference, self._raise_fence()
         return ()
 
     def take_report(self) -> Report:
@@ -248,7 +250,7 @@ class CanaryPulls(WorkerRole):
             return CanaryEnds(1, cause=canary.end.cause, failure=canary.end.failure)
         if canary.verdict is not None:
             return self._verdict(canary) if canary.verdict.done() else None
-        if canary.reference is None:
+        if canary.reference is None or (canary.computed is not None and not canary.computed.passed()):
             return None
         if not canary.reference.block_ids:
             return CanaryEnds(1)
@@ -337,4 +339,5 @@ def canary_pulls(
     )  # fmt: skip
     # A canary may have nearly all scratch memory. That it lacks some for as long as a read may last harms nobody.
     pulls = Pulls(scratch_context, _IDLE_S, max_quarantined=1.0)
-    return CanaryPulls(pulls, Comparison(caches, read, scratch, formats, context.model.model_dtype))
+    comparison = Comparison(caches, read, scratch, formats, context.model.model_dtype)
+    return CanaryPulls(pulls, comparison, fences(tensors[0].device) if tensors else no_fence)

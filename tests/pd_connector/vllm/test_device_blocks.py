@@ -7,7 +7,7 @@ import pytest
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import BlockHash
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from pd_connector.vllm.device_blocks import DeviceBlocks, may_hold
 from tests.support.host_tier.cases import said
@@ -61,6 +61,20 @@ def test_blocks_that_requests_share_are_counted_once_and_until_the_last_has_gone
         references -= Counter(block.block_id for block in blocks)
     assert holder.leased == 0
     assert holder.free == holder.total
+
+
+def test_what_a_step_does_not_compute_after_all_is_not_found() -> None:
+    """The request is preempted in the step that was to compute it: vLLM does so by priority."""
+    setup = Setup(device_blocks=33)
+    manager, holder = make_manager(setup), DeviceBlocks()
+    holder.bind(manager)
+    request = make_request(setup, "r", said(24))
+    request.status = RequestStatus.RUNNING
+    assert manager.allocate_slots(request, 8)
+    request.num_computed_tokens = 8
+    assert manager.allocate_slots(request, 16)
+    manager.free(request)
+    assert manager.get_computed_blocks(make_request(setup, "s", said(24)))[1] == 8
 
 
 @pytest.mark.parametrize("fault", [RuntimeError("dictionary changed size during iteration"), StopIteration()])

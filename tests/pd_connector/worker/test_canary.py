@@ -15,7 +15,7 @@ from layout.scratch import blocks_of_tokens, scratch_bytes
 from pd_connector.orders import CanaryEnds, CanaryReference, Cause, Orders, PullOrder
 from pd_connector.worker import canary, quarantine
 from pd_connector.worker.canary import CanaryPulls, Comparison, Scratch, canary_pulls, canary_room, plane_formats
-from pd_connector.worker.device_fence import no_fence
+from pd_connector.worker.device_fence import Fence, RaiseFence, no_fence
 from pd_connector.worker.pull_end import PullEnd
 from pd_connector.worker.pulls import Pulls
 from pd_connector.worker.quarantine import HeldRead, UnsettledPull, UnsettledReadError
@@ -62,7 +62,7 @@ class Checked:
         return found["r"]
 
 
-def checked(site: Site, worker: DecodeWorker, form: str = "bytes") -> Checked:
+def checked(site: Site, worker: DecodeWorker, form: str = "bytes", raise_fence: RaiseFence = no_fence) -> Checked:
     caches = worker.rank.geometry
     scratch = Scratch.allocate(caches, None)
     worker.engine.register(scratch.geometry.regions)
@@ -70,7 +70,7 @@ def checked(site: Site, worker: DecodeWorker, form: str = "bytes") -> Checked:
     context = replace(worker.context(), local=scratch.geometry, reads=reads, raise_fence=no_fence)
     formats = {plane: form for group in caches.groups for plane in group.planes}
     comparison = Comparison(caches, _in_place(), scratch, formats, form)
-    return site.add(_Closing(worker, CanaryPulls(Pulls(context, 0.0), comparison)))
+    return site.add(_Closing(worker, CanaryPulls(Pulls(context, 0.0), comparison, raise_fence)))
 
 
 def _in_place() -> Any:
@@ -114,6 +114,21 @@ def test_equal_bytes_agree_and_the_caches_stay_as_they_are(site: Site, prefill: 
         assert end.samples >= MODEL.layers
         assert each.worker.untouched
     assert p.leases.active == 0
+
+
+def test_what_is_computed_here_is_not_read_before_the_device_has_written_it(site: Site) -> None:
+    """A step's tokens are known while the device still writes the drafts' caches."""
+    late = create_autospec(Fence, instance=True)
+    late.passed.return_value = False
+    p, each = site.prefill(), checked(site, site.decode()[0], raise_fence=lambda: late)
+    each.role.execute(Orders(canaries=(canary_order(p),)))
+    each.role.execute(Orders(references=(COMPUTED,)))
+    until(lambda: p.leases.active == 0)
+    for _ in range(3):
+        assert each.role.take_report().canaries == {}
+    each.worker.rank.fill(tables(OURS))
+    late.passed.return_value = True
+    assert each.end().difference == ""
 
 
 @pytest.mark.parametrize("layer", [0, 2])

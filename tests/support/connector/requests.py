@@ -63,7 +63,11 @@ def cache_manager(pool: "BlockPool", tables: Mapping[str, Sequence[int]]) -> Any
 
     coordinator = SimpleNamespace(remove_skipped_blocks=lambda request_id, tokens: None)
     return SimpleNamespace(
-        block_pool=pool, get_blocks=get_blocks, reset_prefix_cache=pool.reset_prefix_cache, coordinator=coordinator
+        block_pool=pool,
+        get_blocks=get_blocks,
+        reset_prefix_cache=pool.reset_prefix_cache,
+        coordinator=coordinator,
+        free=lambda _: None,
     )
 
 
