@@ -36,10 +36,11 @@ def texts() -> frozenset[str]:
 
 
 def quoted(page: str, heading: str) -> list[str]:
-    """The messages in the first column of a section's tables."""
+    """The messages that a section's list explains: what stands before the first colon behind a message."""
     section = re.split(r"^## ", page, flags=re.MULTILINE)
     (wanted,) = [part for part in section if part.startswith(heading)]
-    rows = [line.split(" | ")[0] for line in wanted.splitlines() if line.startswith("| `")]
+    entries = re.sub(r"\n  ", " ", wanted).splitlines()
+    rows = [line.split("`: ")[0] + "`" for line in entries if line.startswith("- `")]
     return [message for row in rows for message in re.findall(r"`([^`]+)`", row)]
 
 

@@ -8,6 +8,11 @@ from benchmarks.cuda.servers import ALONE, LOADS, PULLS
 
 LENGTHS = ("2000", "8000", "30000")
 NOT_RUN = "not run"
+#: What stands in the table's place before the first card.
+NO_CARD = (
+    "Nothing yet: no card has run it. It measures reshapes, batched copies to and from the device, reads and\n"
+    "handovers of up to 30,000 tokens, P's prefill while D reads, and gaps between D's tokens while it pulls and loads."
+)
 
 
 def _sizes(*sizes: int) -> str:
@@ -46,11 +51,12 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 
 
 def measured() -> str:
-    """Return the table."""
+    """Return the table, or, before the first card, what will be in it."""
     results = [record.read(path.stem) for path in sorted(record.RESULTS.glob("cuda-*.json"))]
-    heads = [_head(result) for result in results] or ["no card yet"]
-    figures = [result["figures"] for result in results] or [{}]
-    lines = [["what", *heads], ["---"] * (len(heads) + 1)]
+    if not results:
+        return NO_CARD
+    figures = [result["figures"] for result in results]
+    lines = [["what", *map(_head, results)], ["---"] * (len(results) + 1)]
     lines += [[what, *(_cell(each, form, places) for each in figures)] for what, form, places in ROWS]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
