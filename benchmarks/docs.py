@@ -35,8 +35,6 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "transfers": tables.transfers,
     "decode engines a prefill engine": tables.fleet_split,
     "pulls chunk by chunk": tables.fleet_chunks,
-    "host memory at both ends": tables.fleet_host_memory,
-    "control messages": tables.fleet_control,
     "one CUDA GPU": cuda.measured,
 }
 

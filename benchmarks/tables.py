@@ -17,10 +17,6 @@ TRANSFERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         ("proxy:together/1000/request_ms", "proxy:in-turn/1000/request_ms"),
     ),
     (
-        "the same for a streamed chunk, 100 at once", "{:.2f} ms, in turn {:.2f}",
-        ("proxy:together/100/chunk_ms", "proxy:in-turn/100/chunk_ms"),
-    ),
-    (
         "layers together, TP 2 to 1, beside one contiguous read", "{:.1f} times",
         ("unequal:BHLNC, TP 2 to 1, scattered, planned/ratio",),
     ),
@@ -30,20 +26,12 @@ TRANSFERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ),
     ("layers apart, TP 1 to 2", "{:.1f} times", ("unequal:LBHNC, TP 1 to 2, scattered, planned/ratio",)),
     (
-        "65 MiB of a hybrid's states, beside one contiguous read", "{:.2f} times, TP 2 to 1 {:.2f}, 1 to 2 {:.2f}",
+        "a hybrid's states, likewise", "{:.2f} times, TP 2 to 1 {:.2f}, 1 to 2 {:.2f}",
         ("states:TP 1 to 1/ratio", "states:TP 2 to 1/ratio", "states:TP 1 to 2/ratio"),
-    ),
-    (
-        "handover of a hybrid, both legs at once, 64 and 3,500 tokens", "{:.0f} and {:.0f} ms",
-        ("legs_hybrid:handover/64/together_ms", "legs_hybrid:handover/3500/together_ms"),
     ),
     (
         "a plan for 131,072 tokens, TP 2 to 1, layers together", "{:.1f} ms",
         ("planning:BHLNC 131072 tokens TP 2 to 1 fragmented/sum_ms",),
-    ),
-    (
-        "the same with layers apart, nothing adjacent", "{:.1f} ms",
-        ("planning:LBHNC 131072 tokens TP 2 to 1 fragmented/sum_ms",),
     ),
 )  # fmt: skip
 
@@ -82,27 +70,24 @@ def trouble() -> str:
                 continue
             words = {"right": "right", "wrong": "wrong", "errors": "errors" if found["errors"] > 1 else "error"}
             counts = [f"{found[outcome]} {word}" for outcome, word in words.items() if found[outcome]]
-            handover = f", handover {_handover(found)} ms" if "handover_ms" in found else ""
-            cells.append(f"{', '.join(counts)}, {found['longest_s']:g} s{handover}")
+            cells.append(f"{', '.join(counts)}, {found['longest_s']:g} s")
         rows.append([event, *cells])
     return _table(["what happens", "pd-connector", "MooncakeConnector", "NixlConnector"], rows)
 
 
 def serving() -> str:
-    """Return goodput and latency under vLLM's load generator."""
+    """Return goodput and median latencies under vLLM's load generator: a row for each rate, all servers in a cell."""
+    rates = _figures("serving")["rates"]
     rows = [
         [
-            rate, servers, f"{found['request_goodput']:.2f}", _ms(found["ttft_ms"]), _ms(found["tpot_ms"]),
-            found["failed"],
+            rate,
+            " / ".join(f"{each['request_goodput']:.2f}" for each in found.values()),
+            *(" / ".join(f"{each[time]['p50']:,.0f}" for each in found.values()) for time in ("ttft_ms", "tpot_ms")),
         ]
-        for rate, ways in _figures("serving")["rates"].items() for servers, found in ways.items()
-    ]  # fmt: skip
-    head = ["requests a second", "servers", "goodput", "first token, ms", "later tokens, ms", "failed"]
-    return _table(head, rows)
-
-
-def _ms(percentiles: Mapping[str, float]) -> str:
-    return f"{percentiles['p50']:,.0f} / {percentiles['p90']:,.0f}"
+        for rate, found in rates.items()
+    ]
+    servers = " / ".join(next(iter(rates.values())))
+    return _table([f"requests a second: {servers}", "goodput", "first token, ms", "later tokens, ms"], rows)
 
 
 def transfers() -> str:
@@ -132,39 +117,6 @@ def fleet_chunks() -> str:
         for link, ways in alone.items()
     ]
     return _table(["in turn / together, ms", *(f"{int(each):,} tokens" for each in lengths)], rows)
-
-
-def fleet_host_memory() -> str:
-    """Return how long a burst of requests takes, with host memory and without."""
-    found = _figures("fleet")["host_memory"]
-    rows = [
-        [
-            f"{link} Gb/s",
-            *(
-                f"{ways['device only'][key]:.0f} / {ways['host memory'][key]:.0f}"
-                for key in ("prefilled_s", "seconds", "failed")
-            ),
-        ]
-        for link, ways in found["links"].items()
-    ]
-    head = [f"{found['requests']} at once, device only / host memory", "computed, s", "answered, s", "failed"]
-    return _table(head, rows)
-
-
-def fleet_control() -> str:
-    """Return what P's control server takes for a message, and how busy a thousand decode engines keep it."""
-    control = _figures("fleet")["control"]
-    names = {
-        "renew": "renewal of one lease", "renew_many": "renewal of a hundred", "follow": "`follow`",
-        "release": "release", "hello": "welcome, eight workers",
-    }  # fmt: skip
-    rows = [[text, f"{control['cost_us'][name]:.0f} us"] for name, text in names.items()]
-    rows += [
-        ["1,000 D that share one P's requests", f"busy {control['shared']['busy']['1000']:.0%}"],
-        [f"{control['each']['requests_per_s']:g} requests/s from each", f"busy {control['each']['busy']['1000']:.0%}"],
-        ["welcome of 1,000 D after a restart", f"{control['hello_of_1000_s']:.1f} s"],
-    ]
-    return _table(["what", "P's control server"], rows)
 
 
 def _figures(name: str) -> Any:

@@ -411,7 +411,7 @@ def test_hybrids_have_a_file_of_their_own_and_a_row_beside_the_others(
     assert (tmp_path / "peers.json").read_text() == before
     killed, hybrid = tables.trouble().splitlines()[2:]
     assert killed == "| P killed | 1 right, 1 wrong, 0.5 s | 1 right, 1 wrong, 0.5 s | 1 right, 1 wrong, 0.5 s |"
-    assert hybrid == "| hybrid, TP 1 to 2 | 1 right, 1 wrong, 0.5 s, handover 7 ms | does not start | does not start |"
+    assert hybrid == "| hybrid, TP 1 to 2 | 1 right, 1 wrong, 0.5 s | does not start | does not start |"
 
 
 def test_a_failing_part_costs_nothing_of_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
