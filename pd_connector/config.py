@@ -73,8 +73,8 @@ class ConnectorConfig(BaseModel):
         default=None,
         min_length=1,
         description="Address at which other machines reach this one; on engines that prefill, one of the "
-        "machine's own. If workers run on several machines, leave it unset, and set VLLM_HOST_IP on each. "
-        "Default: VLLM_HOST_IP, else that of the default route.",
+        "machine's own. With workers on several machines, set VLLM_HOST_IP on each instead. Default: VLLM_HOST_IP, "
+        "else that of the default route.",
     )
     port: Port = Field(
         default=0,
@@ -90,8 +90,8 @@ class ConnectorConfig(BaseModel):
     protocol: Literal["auto", "tcp", "rdma", "ascend"] = Field(
         default="auto",
         description="Transport of the transfer engine, the same on both sides. auto: rdma on CUDA, but tcp with "
-        "a warning if there is no RDMA device and devices names none; ascend on NPU; tcp on CPU. On CUDA, with a "
-        "secret, it also reads a peer on the same host over CUDA IPC where that works.",
+        "a warning if there is no RDMA device and devices names none; ascend on NPU; tcp on CPU; on CUDA with a "
+        "secret, also CUDA IPC between engines of one host.",
     )
     devices: str = Field(
         default="", description="Network devices for rdma, comma-separated; empty lets the transfer engine choose."
@@ -124,8 +124,7 @@ class ConnectorConfig(BaseModel):
     )
     tuning: Tuning = Field(
         default=Tuning(),
-        description="An object of numbers by which bytes are read, for those who measure: "
-        f"{', '.join(Tuning.model_fields)}.",
+        description=f"Numbers by which bytes are read, for those who measure: {', '.join(Tuning.model_fields)}.",
     )
     cpu_bytes_to_use: Annotated[int, Field(ge=0)] = Field(
         default=0,
@@ -134,14 +133,14 @@ class ConnectorConfig(BaseModel):
     )
     cpu_store: Literal["eager", "lazy"] = Field(
         default="eager",
-        description="When blocks are copied to host memory. eager: when they are computed; lazy: when vLLM is "
-        "about to evict them, which copies less and may come too late for some.",
+        description="When blocks are copied to host memory. eager: when computed; lazy: when vLLM is about to evict "
+        "them, which copies less and may come too late for some.",
     )
     host_transfers: HostTransfers = Field(
         default="off",
         description="Whether transfers begin and end in host memory. auto: leases that nobody reads yet move there "
-        "when blocks are short, prompts and prefixes found there are read there, and a decode engine pulls there what "
-        "its device has no blocks for. always: the same, but it pulls every prompt there.",
+        "when blocks are short, what is found there is read there, and a decode engine pulls there what its device "
+        "has no blocks for. always: the same, but it pulls every prompt there.",
     )
     serve_prefixes: bool = Field(
         default=False,
@@ -152,13 +151,13 @@ class ConnectorConfig(BaseModel):
         default=None,
         description="Engines with serve_prefixes that are asked for what this engine's caches lack of a prompt: "
         "host:port of their control channels, or readers, the engine that has pulled the beginning of the prompt from "
-        "here. An empty list asks only the engine that a request's prefixes_at names. Needs vLLM's prefix caching. "
-        "Default: nobody is asked.",
+        "here. An empty list asks only whom a request's prefixes_at names. Needs vLLM's prefix caching. Default: "
+        "nobody.",
     )
     pool: str | None = Field(
         default=None,
         description="host:port of this machine's mooncake_client, through which engines of a model share blocks of "
-        "host memory that outlive them (docs/pool.md). Needs cpu_bytes_to_use. Default: no pool.",
+        "host memory that outlive them (docs/pool.md). Needs cpu_bytes_to_use. Default: none.",
     )
     drain_timeout_s: Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)] = Field(
         default=5.0,
@@ -168,8 +167,8 @@ class ConnectorConfig(BaseModel):
     model_check: Literal["weights", "config", "off"] = Field(
         default="weights",
         description="What must be equal on both sides besides the caches' shape. weights: the model's "
-        "configuration, rotary tables and scales, and some bytes of every tensor, also of LoRA adapters, in "
-        "safetensors; config: the same without tensors; off: nothing.",
+        "configuration, rotary tables, scales, and some bytes of every tensor in safetensors, also of LoRA adapters; "
+        "config: the same without tensors; off: nothing.",
     )
     canary: Literal["refuse", "warn", "off"] | None = Field(
         default=None,

@@ -59,9 +59,9 @@ COUNTERS = {
     "pull_bytes_ahead": "Bytes pulled before the prompt was computed.",
     "pull_restarts": "Pulls that began again because the prefill engine had preempted the prompt, counted on every "
     "rank.",
-    "prefix_tokens": "Prompt tokens pulled from an engine that held them, instead of being computed (peers).",
+    "prefix_tokens": "Prompt tokens pulled from peers instead of being computed.",
     "prefix_bytes": "Bytes of these tokens, on all ranks.",
-    "pool_tokens": "Prompt tokens fetched from the pool, instead of being computed.",
+    "pool_tokens": "Prompt tokens fetched from the pool instead of being computed.",
     "host_tokens": "Prompt tokens loaded from host memory.",
     "host_blocks": "Blocks stored in host memory.",
 }
@@ -88,12 +88,12 @@ LABELLED = {
     ),
     "landing_fallbacks": (
         "reason",
-        "Prompts that were not pulled to host memory as they should: full, too_large.",
+        "Prompts that should have been pulled to host memory and were not: full, too_large.",
     ),
     "prefixes": (
         "event",
-        "Prompts for whose beginnings other engines were asked, and what came of it: asked, pulled, nothing (nobody "
-        "held enough), late (computing would have been faster), full (too few blocks were free), unproven, failed.",
+        "Prompts for whose beginnings other engines were asked: asked, pulled, nothing (nobody held enough), late "
+        "(computing would have been faster), full (too few free blocks), unproven, failed.",
     ),
     "prefixes_served": (
         "event",
@@ -101,8 +101,8 @@ LABELLED = {
     ),
     "pool_prompts": (
         "event",
-        "Prompts looked up in the pool, and what came of it: asked, fetched, nothing, late (computing would have been "
-        "faster), full (too few host blocks were free), failed.",
+        "Prompts looked up in the pool: asked, fetched, nothing, late (computing would have been faster), full (too "
+        "few free host blocks), failed.",
     ),
     "pool_blocks": (
         "event",
@@ -136,10 +136,9 @@ LABELS: dict[str, tuple[str, ...]] = {
 }
 
 GAUGES = {
-    "transfers_waiting": "Decode legs that wait for a prefill engine to compute the prompt of their transfer_id.",
-    "peers_refused": "Prefill engines, once for each adapter, from which nothing is pulled because their keys and "
-    "values differ (canary), also if they have ended since.",
-    "prompts_ahead": "Prompts that are being pulled, and were not yet computed when their pull was ordered.",
+    "transfers_waiting": "Decode legs whose prompt a prefill engine has yet to compute (transfer_id).",
+    "peers_refused": "Prefill engines, once for each adapter, refused by a canary, also if they have ended since.",
+    "prompts_ahead": "Prompts under way whose pull was ordered before they were computed.",
     "landings_under_way": "Prompts that are being pulled to host memory.",
     "leases_active": "Leases that have not ended.",
     "lease_oldest_age_seconds": "Age of the oldest lease that has not ended, in whole seconds.",
@@ -147,8 +146,8 @@ GAUGES = {
     "leased_blocks": "KV blocks that leases hold, each counted once.",
     "pool_works": "1 if the pool is in use, 0 for a while after it has failed.",
     "host_blocks_cached": "Blocks in host memory that prefix lookups can find.",
-    "host_blocks_lent": "Slots of host memory that cannot be evicted: of leases, and of prompts that land, wait for "
-    "blocks or are being loaded.",
+    "host_blocks_lent": "Slots of host memory in use, which cannot be evicted: of leases, and of prompts that land, "
+    "wait or are being loaded.",
     "host_blocks_capacity": "Capacity of host memory, in blocks.",
 }
 #: Gauges of which each rank has its own number. The largest is exported: a block is in use if it is on any rank.
