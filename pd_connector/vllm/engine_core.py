@@ -65,7 +65,7 @@ class EngineLoop:
 
 
 def core_under_construction() -> "EngineCore | None":
-    """Return the engine core that is constructing its scheduler, further up the stack; None if there is none."""
+    """Return the engine core that is being constructed, further up the stack; None if there is none."""
     from vllm.v1.engine.core import EngineCore  # noqa: PLC0415  imports most of vLLM
 
     return next((each for each in callers() if isinstance(each, EngineCore)), None)

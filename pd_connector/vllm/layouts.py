@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pd_connector.vllm.cpu import cpu_layouts
+from pd_connector.vllm.engine_core import core_under_construction
 from pd_connector.vllm.layout_switch import BLOCK_OUTER, SWITCH, cross_layer_blocks
 from pd_connector.vllm.npu import allocation
 from pd_connector.vllm.releases.installed import current
@@ -25,6 +26,16 @@ class _LayoutChoice:
 
     layout: str | None
     reason: str
+
+
+@dataclass(frozen=True)
+class WorkerLayers:
+    """What the attention layers of a worker take."""
+
+    backends: frozenset[str]
+    layouts: frozenset[str]  # that all of its backends declare
+    shapes: frozenset[tuple[int, int, int]]  # of a block in a layer: KV heads, states or tokens, bytes
+    refused: str  # why kernels take no block-outer layout, and the way out; empty if all take one
 
 
 def wanted_layout(vllm_config: Any) -> str | None:
@@ -81,7 +92,7 @@ def _choice(vllm_config: Any) -> _LayoutChoice:
     if not current_platform.is_cuda():
         return _LayoutChoice(None, "the attention backends of this platform do not declare their layouts")
     try:
-        return _first_declared(vllm_config)
+        return _first_declared()
     except Exception as error:
         logger.warning("PDConnector: cross-layer KV blocks are off: cannot tell the backends' layouts: %s", error)
         return _LayoutChoice(None, f"the layouts of the attention backends cannot be told ({error})")
@@ -94,55 +105,63 @@ def _workers_allocate() -> bool:
     return getattr(current_platform, "device_type", "") == "npu"
 
 
-def _first_declared(vllm_config: Any) -> _LayoutChoice:
-    """Return the best block-outer layout that all attention backends of the model declare."""
-    from vllm.config import set_current_vllm_config  # noqa: PLC0415
-    from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends  # noqa: PLC0415
-    from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts  # noqa: PLC0415
+def _first_declared() -> _LayoutChoice:
+    """Return the best block-outer layout that all attention layers of all workers take.
 
-    backends = get_current_attn_backends(vllm_config)
-    block_tokens = _block_tokens(vllm_config, backends)
-    # Blocks of a hybrid are as large as a state, which the engine core learns too late.
-    blocks = "blocks of any size" if vllm_config.model_config.is_hybrid else f"whole blocks of {block_tokens} tokens"
-    for backend in backends:
-        with set_current_vllm_config(vllm_config):  # which sizes a kernel takes may depend on the model
-            sizes = backend.get_supported_kernel_block_sizes()
-        if not _takes_whole_blocks(sizes, block_tokens, of_any_size=vllm_config.model_config.is_hybrid):
-            # vLLM splits blocks for such a kernel, but refuses to do so in a block-outer layout.
-            return _LayoutChoice(None, f"kernels of {backend.get_name()} do not take {blocks}")
-    names = ", ".join(backend.get_name() for backend in backends)
-    declared = {layout.name for layout in get_supported_kv_cache_layouts(backends)}
-    # vLLM accepts BHLNC only if the caches of all layers have the same shape.
-    one_shape = not (
-        vllm_config.model_config.is_hybrid
-        or vllm_config.model_config.use_mla
-        or vllm_config.speculative_config is not None
-    )
-    candidates = BLOCK_OUTER if one_shape else ("BLHNC",)
-    for name in candidates:
+    Raises:
+        RuntimeError: vLLM's engine core is not being constructed, or a worker cannot answer.
+    """
+    core = core_under_construction()
+    if core is None:
+        raise RuntimeError("no engine core is being constructed, whose workers could be asked")
+    workers = core.collective_rpc(worker_layers)
+    if refused := next((worker.refused for worker in workers if worker.refused), ""):
+        return _LayoutChoice(None, refused)
+    names = ", ".join(sorted(frozenset.union(*(worker.backends for worker in workers))))
+    declared = frozenset.intersection(*(worker.layouts for worker in workers))
+    # vLLM accepts BHLNC only if the caches of all layers have the same shape. One head is contiguous in either.
+    shapes = frozenset.union(*(worker.shapes for worker in workers))
+    several_heads = len(shapes) == 1 and all(heads > 1 for heads, _, _ in shapes)
+    for name in BLOCK_OUTER if several_heads else ("BLHNC",):
         if name in declared:
-            return _LayoutChoice(name, f"{names} takes it, in blocks of {block_tokens} tokens")
+            return _LayoutChoice(name, f"{names} takes it")
     return _LayoutChoice(None, f"{names} takes {', '.join(sorted(declared))} only")
 
 
-def _block_tokens(vllm_config: Any, backends: Sequence[Any]) -> int:
-    """Return the tokens of a block as the workers have or will set them.
+def worker_layers(worker: Any) -> WorkerLayers:
+    """Return what the attention layers of a worker take. Called in the worker: the engine core has no layers."""
+    from vllm.config import get_layers_from_vllm_config, set_current_vllm_config  # noqa: PLC0415
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase  # noqa: PLC0415
 
-    vLLM chooses a layout before an engine core with several workers learns which block size these have chosen for
-    their attention backends: its own configuration still holds the default then.
-    """
-    cache = vllm_config.cache_config
-    if cache.user_specified_block_size or cache.block_size != cache.DEFAULT_BLOCK_SIZE:
-        return int(cache.block_size)
-    return current().preferred_block_tokens(backends, vllm_config)
+    backends: set[str] = set()
+    shapes: set[tuple[int, int, int]] = set()
+    refused = ""
+    specs = worker.get_kv_cache_spec()
+    for name, layer in get_layers_from_vllm_config(worker.vllm_config, AttentionLayerBase).items():
+        spec = specs.get(getattr(layer, "kv_sharing_target_layer_name", None) or name)
+        if spec is None:  # it keeps nothing
+            continue
+        backend = layer.get_attn_backend()
+        with set_current_vllm_config(worker.vllm_config):  # which sizes a kernel takes may depend on the model
+            sizes = current().kernel_block_sizes(backend, spec)
+        if not _takes_whole_blocks(sizes, spec.block_size):
+            # vLLM splits blocks for such a kernel, but refuses to do so in a block-outer layout.
+            refused = (
+                f"kernels of {backend.get_name()} do not take whole blocks of {spec.block_size} tokens: try another "
+                "--block-size or --attention-backend"
+            )
+        elif not current().aligns_rows(backend, spec):
+            refused = f"kernels of {backend.get_name()} count rows over blocks: vLLM aligns these since 0.32"
+        backends.add(backend.get_name())
+        shapes.add((spec.num_heads, spec.num_states, spec.page_size_bytes))
+    layouts = frozenset(worker.get_supported_kv_cache_layouts())
+    return WorkerLayers(frozenset(backends), layouts, frozenset(shapes), refused)
 
 
-def _takes_whole_blocks(sizes: Sequence[Any], block_tokens: int, *, of_any_size: bool) -> bool:
-    """Return whether a kernel of such ``sizes`` takes a block whole; ``of_any_size``: whatever vLLM makes of it."""
+def _takes_whole_blocks(sizes: Sequence[Any], block_tokens: int) -> bool:
+    """Return whether a kernel of such ``sizes`` takes a block whole."""
     from vllm.v1.attention.backend import MultipleOf  # noqa: PLC0415
 
-    if of_any_size and not all(isinstance(size, MultipleOf) for size in sizes):
-        return False
     return not sizes or any(
         block_tokens % size.base == 0 if isinstance(size, MultipleOf) else block_tokens == size for size in sizes
     )

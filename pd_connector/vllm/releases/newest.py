@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.v1.attention.backend import AttentionBackend, MultipleOf
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import BlockHash, ExternalBlockHash, KVCacheBlock
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
@@ -215,9 +216,11 @@ class VllmRelease:
         converted: list[tuple[Any, ...] | None] | None = to_event_extra_keys(keys)
         return converted
 
-    def preferred_block_tokens(self, backends: Sequence[Any], vllm_config: "VllmConfig") -> int:
-        """Return the block size that the workers choose for a model's attention backends, in tokens."""
-        from vllm.platforms import current_platform  # noqa: PLC0415
+    def kernel_block_sizes(self, backend: "type[AttentionBackend]", spec: "KVCacheSpec") -> "list[int | MultipleOf]":
+        """Return the block sizes, in tokens, that a backend's kernels take of a cache of ``spec``; empty: all."""
+        sizes: list[int | MultipleOf] = backend.get_supported_kernel_block_sizes(spec)
+        return sizes
 
-        default = vllm_config.cache_config.DEFAULT_BLOCK_SIZE
-        return int(current_platform._preferred_block_size_for_backends(list(backends), default, vllm_config))
+    def aligns_rows(self, backend: "type[AttentionBackend]", spec: "KVCacheSpec") -> bool:
+        """Return whether block-outer layouts have blocks a whole number of rows apart, for kernels that count these."""
+        return True

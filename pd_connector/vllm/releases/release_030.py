@@ -1,6 +1,5 @@
 """vLLM 0.30: where it differs from 0.31."""
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pd_connector.vllm.releases.release_031 import Release031
@@ -25,14 +24,3 @@ class Release030(Release031):
     def event_extra_keys(self, keys: "list[tuple[Any, ...] | None]") -> "list[tuple[Any, ...] | None] | None":
         """Return what besides its tokens shapes each block, in the form of KV cache events."""
         return keys or None
-
-    def preferred_block_tokens(self, backends: Sequence[Any], vllm_config: "VllmConfig") -> int:
-        """Return the block size that the workers choose for a model's attention backends, in tokens."""
-        from vllm.config import set_current_vllm_config  # noqa: PLC0415
-
-        default = vllm_config.cache_config.DEFAULT_BLOCK_SIZE
-        attention = next((backend for backend in backends if not backend.is_ssm()), None)
-        if attention is None:
-            return int(default)
-        with set_current_vllm_config(vllm_config):
-            return int(attention.get_preferred_block_size(default))

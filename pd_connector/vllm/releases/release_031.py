@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 from pd_connector.vllm.releases.newest import VllmRelease
 
 if TYPE_CHECKING:
+    from vllm.v1.attention.backend import AttentionBackend, MultipleOf
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
+    from vllm.v1.kv_cache_interface import KVCacheSpec
 
 
 class Release031(VllmRelease):
@@ -41,3 +43,15 @@ class Release031(VllmRelease):
         if manager.use_eagle and aligned > 0:
             return int(min(final, coordinator._align_cacheable(final) + manager.block_size))
         return int(aligned)
+
+    def kernel_block_sizes(self, backend: "type[AttentionBackend]", spec: "KVCacheSpec") -> "list[int | MultipleOf]":
+        """Return the block sizes, in tokens, that a backend's kernels take: of any cache alike."""
+        sizes: list[int | MultipleOf] = backend.get_supported_kernel_block_sizes()
+        return sizes
+
+    def aligns_rows(self, backend: "type[AttentionBackend]", spec: "KVCacheSpec") -> bool:
+        """Return whether block-outer layouts have blocks a whole number of rows apart, for kernels that count these.
+
+        Sparse ones do. vLLM 0.31 aligns blocks for some of them, 0.30 for none.
+        """
+        return not backend.is_sparse() or getattr(spec, "block_stride_alignment", None) is not None

@@ -4,8 +4,10 @@ Covers: pd_connector.vllm.layout_switch.
 """
 
 import logging
+import pickle
 import re
 import warnings
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,25 +20,38 @@ if INSTALLED < (0, 30):
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what torch and vLLM deprecate of each other is not ours
+    import torch
     import vllm.platforms
-    from vllm.config import CacheConfig
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.platforms.interface import Platform
     from vllm.v1.attention.backend import AttentionBackend, MultipleOf
     from vllm.v1.attention.backends import cpu_attn
+    from vllm.v1.attention.backends.mla import flashmla_sparse
     from vllm.v1.attention.backends.mla.flashmla import FlashMLABackend
-    from vllm.v1.kv_cache_interface import KVCacheLayout
+    from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseBackend
+    from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerBackend
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout, KVQuantMode, MLAAttentionSpec
+    from vllm.v1.serial_utils import run_method
+    from vllm.v1.worker.utils import select_common_block_size
+    from vllm.v1.worker.worker_base import WorkerBase
 
+from pd_connector.vllm import layouts
 from pd_connector.vllm.layouts import log_layout, wanted_layout
-from tests.support.connector.cpu_layers import OUR_CONNECTOR, Layer, a_shape, cpu_only, layers_config
+from pd_connector.vllm.releases.release_030 import Release030
+from pd_connector.vllm.releases.release_031 import Release031
+from tests.support.connector.cpu_layers import OUR_CONNECTOR, cpu_only, layers_config
+from tests.support.releases import since
 
 pytestmark = cpu_only
 
 
-class CUDA(Platform):  # type: ignore[misc]
-    """vLLM's own rules for the block size, of a platform that this machine does not have."""
+class CUDA(Platform):  # type: ignore[misc]  # vLLM is untyped here
+    """A platform that this machine does not have."""
 
     is_cpu = classmethod(lambda cls: False)
     is_cuda = classmethod(lambda cls: True)
+    is_device_capability_family = classmethod(lambda cls, family, device_id=0: family == 100)
 
 
 class AnyLayout(AttentionBackend):  # type: ignore[misc]
@@ -61,67 +76,184 @@ class TwoLayouts(AnyLayout):
         return [32]
 
 
+class CudaLayer(AttentionLayerBase):  # type: ignore[misc]
+    """An attention layer, as far as vLLM asks it when it plans its cache; ``spec`` is None if it keeps nothing."""
+
+    def __init__(self, backend: Any, spec: Any, shares: str | None = None) -> None:
+        self.backend, self.spec, self.kv_sharing_target_layer_name = backend, spec, shares
+
+    def get_attn_backend(self) -> Any:
+        return self.backend
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+        return self.spec
+
+
+class Worker(WorkerBase):  # type: ignore[misc]
+    """A worker with a model of these layers, named by their places."""
+
+    def __init__(self, *layers: CudaLayer) -> None:
+        self.vllm_config = layers_config(OUR_CONNECTOR, *layers)
+
+    def get_kv_cache_spec(self) -> dict[str, Any]:
+        layers = self.vllm_config.compilation_config.static_forward_context
+        return {name: layer.spec for name, layer in layers.items() if layer.spec is not None}
+
+
+class Core(EngineCore):  # type: ignore[misc]
+    """vLLM's engine core while it starts several workers: its own configuration has no layers."""
+
+    def __init__(self, *workers: Worker) -> None:
+        self.workers = workers
+        self.config = layers_config(OUR_CONNECTOR)
+        self.config.compilation_config.static_forward_context = {}
+
+    def collective_rpc(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Call the workers as vLLM's MultiprocExecutor does: all that passes is pickled."""
+        sent = pickle.dumps(method)
+        return [pickle.loads(pickle.dumps(run_method(worker, sent, (), {}))) for worker in self.workers]
+
+    def wanted(self) -> str | None:
+        return wanted_layout(self.config)
+
+    def log(self, chosen: str | None) -> None:
+        log_layout(self.config, chosen)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm.platforms, "current_platform", CUDA)
+    monkeypatch.setattr(flashmla_sparse, "current_platform", CUDA)
+
+
+def dense(tokens: int, heads: int = 2) -> Any:
+    return FullAttentionSpec(block_size=tokens, num_kv_heads=heads, head_size=64, dtype=torch.bfloat16)
+
+
+def latent(tokens: int, quantized: bool = False) -> Any:
+    """The cache of DeepSeek's attention: with fp8_ds_mla, in rows of 656 bytes."""
+    values: dict[str, Any] = {"head_size": 576, "dtype": torch.bfloat16}
+    if quantized:
+        values = {"head_size": 656, "dtype": torch.uint8, "cache_dtype_str": "fp8_ds_mla"}
+        values["kv_quant_mode"] = KVQuantMode.FP8_PER_TENSOR
+    return MLAAttentionSpec(block_size=tokens, num_kv_heads=1, **values)
+
+
+def index_keys(tokens: int) -> Any:
+    """The cache of DeepSeek-V3.2's indexer."""
+    return MLAAttentionSpec(block_size=tokens, num_kv_heads=1, head_size=132, dtype=torch.uint8)
+
+
+def is_split(layer: CudaLayer) -> bool:
+    """Whether vLLM splits a block of the layer into kernel blocks, which it refuses to do in a block-outer layout."""
+    specs = ([layer.spec],) if INSTALLED >= (0, 32) else ()
+    tokens: int = layer.spec.block_size
+    return bool(select_common_block_size(tokens, [layer.backend], *specs) != tokens)
+
+
 @pytest.mark.parametrize(
-    ("backend", "model", "block_tokens", "wanted"),
+    ("layers", "wanted"),
     [
-        (AnyLayout, {}, 64, "BHLNC"),
-        (AnyLayout, {"use_mla": True}, 64, "BLHNC"),
-        (AnyLayout, {"is_hybrid": True}, 64, "BLHNC"),
-        (TwoLayouts, {}, 32, "BLHNC"),
-        (TwoLayouts, {}, 64, None),
-        (TwoLayouts, {"is_hybrid": True}, 32, None),  # the workers make their blocks as large as a state
-        (cpu_attn.CPUAttentionBackend, {}, 64, None),
+        ([CudaLayer(AnyLayout, dense(64))], "BHLNC"),
+        ([CudaLayer(AnyLayout, dense(64)), CudaLayer(AnyLayout, None)], "BHLNC"),
+        ([CudaLayer(AnyLayout, dense(64)), CudaLayer(AnyLayout, dense(64, heads=4))], "BLHNC"),
+        ([CudaLayer(FlashMLABackend, latent(64))], "BLHNC"),
+        ([CudaLayer(TwoLayouts, dense(32))], "BLHNC"),
+        ([CudaLayer(TwoLayouts, dense(64))], None),
+        ([CudaLayer(TwoLayouts, dense(32)), CudaLayer(AnyLayout, dense(32))], "BLHNC"),
+        ([CudaLayer(cpu_attn.CPUAttentionBackend, dense(64))], None),
     ],
 )
-def test_on_cuda_the_best_layout_that_the_backends_declare_is_wanted(
-    monkeypatch: pytest.MonkeyPatch, backend: Any, model: dict[str, bool], block_tokens: int, wanted: str | None
-) -> None:
-    shape = a_shape(block_tokens=block_tokens)
-    config = layers_config(OUR_CONNECTOR, Layer(shape, backend), shape=shape)
-    vars(config.model_config).update(model)
-    monkeypatch.setattr(vllm.platforms, "current_platform", CUDA)
-    assert wanted_layout(config) == wanted
+@pytest.mark.usefixtures("cuda")
+def test_on_cuda_the_best_layout_that_all_layers_take_is_wanted(layers: list[CudaLayer], wanted: str | None) -> None:
+    assert Core(Worker(*layers)).wanted() == wanted
+    assert Core(*(Worker(layer) for layer in layers)).wanted() == wanted, "on stages of a pipeline"
+    if any(layer.spec is not None and is_split(layer) for layer in layers):
+        assert wanted is None
 
 
-@pytest.mark.parametrize("resolved", [False, True])
-@pytest.mark.parametrize(("backend", "block_tokens"), [(FlashMLABackend, 64), (TwoLayouts, 32), (AnyLayout, 16)])
-def test_blocks_are_those_of_the_workers_even_where_the_engine_core_does_not_know_them_yet(
-    monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture, backend: Any, block_tokens: int, resolved: bool
+@since((0, 32), "sparse kernels whose blocks it aligns")
+@pytest.mark.parametrize(("tokens", "wanted"), [(64, "BLHNC"), (128, None), (256, None)])
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.usefixtures("cuda")
+def test_layers_that_only_the_workers_know_keep_their_blocks_whole(
+    log: pytest.LogCaptureFixture, tokens: int, quantized: bool, wanted: str | None
 ) -> None:
-    """With several workers, they choose their block size in configurations of their own."""
-    config = layers_config(OUR_CONNECTOR, Layer(a_shape(), backend))
-    config.model_config.use_mla = True
-    config.cache_config.user_specified_block_size = False
-    config.cache_config.block_size = block_tokens if resolved else CacheConfig.DEFAULT_BLOCK_SIZE
-    monkeypatch.setattr(vllm.platforms, "current_platform", CUDA)
-    assert wanted_layout(config) == "BLHNC"
-    log_layout(config, "BLHNC")
-    (line,) = [record.getMessage() for record in log.records if record.levelno == logging.INFO]
-    assert line == (
-        "PDConnector: the KV cache layout BLHNC keeps all layers of a block together: "
-        f"{backend.get_name()} takes it, in blocks of {block_tokens} tokens"
-    )
+    """DeepSeek-V3.2's indexer takes blocks of 64 tokens, whatever its attention takes."""
+    attention = CudaLayer(FlashMLASparseBackend, latent(tokens, quantized))
+    indexer = CudaLayer(DeepseekV32IndexerBackend, index_keys(tokens))
+    core = Core(*[Worker(attention, indexer)] * 2)
+    assert core.wanted() == wanted
+    assert (wanted is None) == is_split(indexer)
+    core.log(wanted or "LBNHC")
+    (line,) = log.messages
+    if wanted is None:
+        split = f"kernels of DEEPSEEK_V32_INDEXER do not take whole blocks of {tokens} tokens"
+        assert line.endswith(f"keeps each layer apart: {split}: try another --block-size or --attention-backend")
+    else:
+        assert line.endswith("together: DEEPSEEK_V32_INDEXER, FLASHMLA_SPARSE takes it")
+
+
+@since((0, 32), "kernels whose block sizes depend on the cache")
+@pytest.mark.parametrize(("quantized", "wanted"), [(False, "BLHNC"), (True, None)])
+@pytest.mark.usefixtures("cuda")
+def test_block_sizes_are_those_of_the_layers_own_cache(quantized: bool, wanted: str | None) -> None:
+    """On SM100, FlashMLA's sparse kernels take quantized caches in blocks of 64 tokens, and others in multiples."""
+    layer = CudaLayer(FlashMLASparseBackend, latent(128, quantized))
+    assert Core(Worker(layer)).wanted() == wanted
+    assert is_split(layer) == quantized
+
+
+@pytest.mark.parametrize("of", [Release030(), Release031()], ids=lambda of: type(of).__name__)
+@pytest.mark.usefixtures("cuda")
+def test_rows_that_are_counted_over_blocks_must_be_aligned(monkeypatch: pytest.MonkeyPatch, of: Release031) -> None:
+    """Sparse kernels see a layer's cache as rows. Before 0.32, vLLM lays other layers' bytes between any two blocks."""
+    monkeypatch.setattr(layouts, "current", lambda: of)
+    for backend, wanted in ((FlashMLASparseBackend, None), (FlashMLABackend, "BLHNC")):
+        assert Core(Worker(CudaLayer(backend, latent(64)))).wanted() == wanted
+    aligned: Any = SimpleNamespace(block_stride_alignment=1152)
+    assert of.aligns_rows(FlashMLASparseBackend, aligned)
+
+
+@pytest.mark.usefixtures("cuda")
+def test_a_layer_that_reads_anothers_cache_must_take_its_blocks_too() -> None:
+    layers = CudaLayer(AnyLayout, dense(64)), CudaLayer(TwoLayouts, None, shares="0")
+    assert Core(Worker(*layers)).wanted() is None
+    assert Core(Worker(layers[0])).wanted() == "BHLNC"
+
+
+class Broken(Worker):
+    def get_kv_cache_spec(self) -> dict[str, Any]:
+        raise RuntimeError("no model")
+
+
+@pytest.mark.parametrize("workers", [(), (Worker, Broken)])
+@pytest.mark.usefixtures("cuda")
+def test_where_the_layers_cannot_be_known_nothing_is_wanted(
+    log: pytest.LogCaptureFixture, workers: Sequence[type[Worker]]
+) -> None:
+    core = Core(*(worker(CudaLayer(AnyLayout, dense(64))) for worker in workers))
+    assert (core.wanted() if workers else wanted_layout(core.config)) is None
+    (record,) = log.records
+    assert record.levelno == logging.WARNING
+    told = "no model" if workers else "no engine core is being constructed"
+    assert re.search(f"cross-layer KV blocks are off: cannot tell the backends' layouts: {told}", record.getMessage())
 
 
 @pytest.mark.parametrize(
-    ("backend", "block_tokens", "chosen", "reason"),
+    ("layer", "chosen", "reason"),
     [
-        (TwoLayouts, 64, "LBHNC", "keeps each layer apart: kernels of ANY do not take whole blocks of 64 tokens"),
-        (AnyLayout, 64, "LBNHC", r"apart: BHLNC was asked for \(ANY takes it, .*\), and vLLM could not use it"),
-        (cpu_attn.CPUAttentionBackend, 64, "LBHNC", "apart: .*CPU.* takes LBHNC only"),
+        (CudaLayer(TwoLayouts, dense(64)), "LBHNC", "apart: kernels of ANY do not take whole blocks of 64 tokens"),
+        (CudaLayer(AnyLayout, dense(64)), "LBNHC", r"apart: BHLNC was asked for \(.*\), and vLLM could not use it"),
+        (CudaLayer(cpu_attn.CPUAttentionBackend, dense(64)), "LBHNC", "apart: .*CPU.* takes LBHNC only"),
+        (CudaLayer(AnyLayout, dense(64)), "BHLNC", "together: ANY takes it"),
     ],
 )
-def test_a_layout_that_is_not_the_one_hoped_for_is_explained(
-    monkeypatch: pytest.MonkeyPatch,
-    log: pytest.LogCaptureFixture,
-    backend: Any,
-    block_tokens: int,
-    chosen: str,
-    reason: str,
+@pytest.mark.usefixtures("cuda")
+def test_the_layout_that_was_chosen_is_explained(
+    log: pytest.LogCaptureFixture, layer: CudaLayer, chosen: str, reason: str
 ) -> None:
-    shape = a_shape(block_tokens=block_tokens)
-    monkeypatch.setattr(vllm.platforms, "current_platform", CUDA)
-    log_layout(layers_config(OUR_CONNECTOR, Layer(shape, backend), shape=shape), chosen)
+    Core(Worker(layer)).log(chosen)
     assert re.search(f"the KV cache layout {chosen} .*{reason}", log.text)
 
 
@@ -142,7 +274,6 @@ def test_on_the_cpu_platform_the_workers_choose(log: pytest.LogCaptureFixture) -
 
 
 def test_on_an_unknown_platform_nothing_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = layers_config(OUR_CONNECTOR, Layer(a_shape(), AnyLayout))
     npu = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: False)
     monkeypatch.setattr(vllm.platforms, "current_platform", npu)
-    assert wanted_layout(config) is None
+    assert Core(Worker(CudaLayer(AnyLayout, dense(64)))).wanted() is None

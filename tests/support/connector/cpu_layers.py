@@ -10,7 +10,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what torch and vLLM deprecate of each other is not ours
     import torch
     import vllm.platforms
-    from vllm.config import CacheConfig, set_current_vllm_config
+    from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.v1.attention.backends import cpu_attn
     from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -71,16 +71,10 @@ def layers_config(
     held = layers or (Layer(shape, cpu_attn.CPUAttentionBackend),)
     return SimpleNamespace(
         kv_transfer_config=transfer,
-        speculative_config=None,
         parallel_config=SimpleNamespace(decode_context_parallel_size=1),
         compilation_config=SimpleNamespace(static_forward_context={str(i): layer for i, layer in enumerate(held)}),
-        model_config=SimpleNamespace(dtype=shape.dtype, is_hybrid=False, use_mla=False),
-        cache_config=SimpleNamespace(
-            cache_dtype=kv_cache_dtype(shape),
-            block_size=shape.block_tokens,
-            user_specified_block_size=True,
-            DEFAULT_BLOCK_SIZE=CacheConfig.DEFAULT_BLOCK_SIZE,
-        ),
+        model_config=SimpleNamespace(dtype=shape.dtype),
+        cache_config=SimpleNamespace(cache_dtype=kv_cache_dtype(shape), block_size=shape.block_tokens),
     )
 
 
