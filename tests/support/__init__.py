@@ -95,6 +95,7 @@ Real vllm-ascend on simulated NPUs (``tests/ascend_sim``):
     ascend.host_kernels.quantised_attention  operators: the same over quantised caches
     ascend.host_kernels.block_sparse_attention  operators: attention to blocks, and their indexer
     ascend.host_kernels.gated_delta     operators: gated delta net
+    ascend.host_kernels.context_parallel  Triton kernels that join what ranks have seen of a request's tokens
     ascend.host_kernels.triton_kernels  vllm-ascend's Triton kernels
     ascend.host_kernels.collectives     Gloo in HCCL's place
     ascend.host_kernels.absent_modules  modules that only vllm-ascend's container images have

@@ -17,7 +17,8 @@ def gather(cache: Tensor, table: Tensor, length: int, heads: int) -> Tensor:
     """The first ``length`` tokens of a request, [length, heads, head size]."""
     tokens = cache.shape[1]
     count = -(-length // tokens)
-    return cache[table[:count].long()].reshape(count * tokens, heads, -1)[:length]
+    size = cache[0, 0].numel() // heads
+    return cache[table[:count].long()].reshape(count * tokens, heads, size)[:length]
 
 
 def _attend(

@@ -55,6 +55,12 @@ class HostHccl(ProcessGroup):  # type: ignore[misc]  # torch is not followed
 
     _allgather_base = all_gather_single
 
+    def alltoall_base(
+        self, output: Tensor, own: Tensor, output_sizes: Sequence[int], own_sizes: Sequence[int], opts: Any = None
+    ) -> Any:
+        places = _on_host(output), _on_host(own)
+        return self._gloo.alltoall_base(*places, output_sizes, own_sizes, opts or c10d.AllToAllOptions())
+
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Any:
         places = [_all_on_host(out) for out in outputs]
         return self._gloo.gather(places, _all_on_host(inputs), opts or c10d.GatherOptions())

@@ -12,10 +12,11 @@ from tests.support.ascend.host_kernels.dispatch import npu_operator
 from tests.support.ascend.host_kernels.sparse_attention import (
     CAUSAL,
     NOTHING,
-    attend_to_selected,
+    Attended,
     requests_of,
     seen_tokens,
     select_tokens,
+    shapes_of_attended,
 )
 
 _INT8 = 1  # of PyTorch's numbers of types
@@ -128,18 +129,17 @@ def npu_kv_quant_sparse_flash_attention_vllm(
 
     ``query`` [tokens, heads, latent + rotary size], ``key`` a paged cache of the rows that ``_unpack`` reads.
     """
-    assert (layout_query, layout_kv, sparse_mode) == ("TND", "PA_BSND", CAUSAL)
+    assert (layout_query, layout_kv, sparse_block_size, attention_mode) == ("TND", "PA_BSND", 1, 2)
     assert (key_quant_mode, value_quant_mode, quant_scale_repo_mode) == (_PER_TILE, _PER_TILE, 1)
-    assert (sparse_block_size, attention_mode, return_softmax_lse) == (1, 2, False)
     latent = query.shape[-1] - rope_head_dim
-    out = query.new_zeros(*query.shape[:2], latent)
+    attended = Attended(query[..., :latent])
     for request, rows, length in requests_of(actual_seq_lengths_query, actual_seq_lengths_kv):
         held = gather(key, block_table[request], length, 1)[:, 0]
         latents, turned = _unpack(held, latent, rope_head_dim, tile_size, query.dtype)
-        seen = seen_tokens(sparse_indices[rows, 0], length)
+        seen = seen_tokens(sparse_indices[rows, 0], length, sparse_mode)
         q, q_rope = query[rows].split([latent, rope_head_dim], -1)
-        out[rows] = attend_to_selected(q, q_rope, latents, turned, seen, scale_value)
-    return out, torch.zeros(0), torch.zeros(0)
+        attended.attend(rows, q, q_rope, latents, turned, seen, scale_value)
+    return attended.results(with_sums=return_softmax_lse)
 
 
 def _unpack(rows: Tensor, latent: int, rotary: int, tile: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -154,7 +154,7 @@ def _unpack(rows: Tensor, latent: int, rotary: int, tile: int, dtype: torch.dtyp
 
 
 def shapes_of_kv_quant_sparse_flash_attention(
-    query: Tensor, *_args: object, rope_head_dim: int = 64, **_others: object
+    query: Tensor, *_args: object, rope_head_dim: int = 64, return_softmax_lse: bool = False, **_others: object
 ) -> tuple[Tensor, Tensor, Tensor]:
-    nothing = query.new_empty(0, dtype=torch.float32)
-    return query.new_empty((*query.shape[:2], query.shape[-1] - rope_head_dim)), nothing, torch.empty_like(nothing)
+    out = query.new_empty((*query.shape[:2], query.shape[-1] - rope_head_dim))
+    return shapes_of_attended(out, with_sums=return_softmax_lse)

@@ -2,7 +2,8 @@
 
 As CANN documents its operators LightningIndexer and SparseFlashAttention, and as vllm-ascend calls them: queries of all
 requests one after the other (TND), caches in pages [blocks, tokens of a block, 1, size] (PA_BSND), and a causal mask
-that ends with each request's last token (sparse mode 3). Lengths of queries are running totals, those of keys are not.
+that ends with each request's last token (sparse mode 3), or none (0). Lengths of queries are running totals, those of
+keys are not.
 """
 
 from collections.abc import Iterator
@@ -14,8 +15,9 @@ from torch.nn.functional import pad
 from tests.support.ascend.host_kernels.attention import gather
 from tests.support.ascend.host_kernels.dispatch import npu_operator
 
-#: Which sparse mode these operators know: causal, aligned to the last query and the last key.
-CAUSAL = 3
+#: Which sparse modes these operators know: causal, aligned to the last query and the last key, and no mask, for caches
+#: that hold some of a request's tokens only.
+CAUSAL, UNMASKED = 3, 0
 #: Fills up a query's indices where it may see fewer tokens than are selected.
 NOTHING = -1
 #: Attention sums over so many tokens at least, and multiples of them: sums round alike while nearly all lengths grow.
@@ -76,44 +78,78 @@ def npu_sparse_flash_attention(
     """Attention over latent vectors (attention mode 2), of which each query sees the tokens of its indices only.
 
     ``query`` [tokens, heads, latent], ``query_rope`` [tokens, heads, rotary size], ``sparse_indices``
-    [tokens, 1, selected], ``key`` and ``key_rope`` paged caches; returns what ``query`` has the shape of.
+    [tokens, 1, selected], ``key`` and ``key_rope`` paged caches; returns what ``query`` has the shape of, and, if
+    ``return_softmax_lse``, two numbers of each query and head [1, tokens, heads]: see ``Attended``.
     """
-    assert (layout_query, layout_kv, sparse_mode) == ("TND", "PA_BSND", CAUSAL)
-    assert (sparse_block_size, attention_mode, return_softmax_lse) == (1, 2, False)
-    out = torch.zeros_like(query)
+    assert (layout_query, layout_kv, sparse_block_size, attention_mode) == ("TND", "PA_BSND", 1, 2)
+    attended = Attended(query)
     for request, rows, length in requests_of(actual_seq_lengths_query, actual_seq_lengths_kv):
         latents, turned = (gather(c, block_table[request], length, 1)[:, 0].float() for c in (key, key_rope))
-        seen = seen_tokens(sparse_indices[rows, 0], length)
-        out[rows] = attend_to_selected(query[rows], query_rope[rows], latents, turned, seen, scale_value)
-    return out, torch.zeros(0), torch.zeros(0)
+        seen = seen_tokens(sparse_indices[rows, 0], length, sparse_mode)
+        attended.attend(rows, query[rows], query_rope[rows], latents, turned, seen, scale_value)
+    return attended.results(with_sums=return_softmax_lse)
 
 
-def attend_to_selected(
-    query: Tensor, query_rope: Tensor, latents: Tensor, turned: Tensor, seen: Tensor, scale: float
-) -> Tensor:
-    """Attention of a request's queries over latent vectors, in the type of ``query`` [queries, heads, latent].
+class Attended:
+    """What attention makes of ``query`` [tokens, heads, latent], a request at a time.
 
-    ``query_rope`` [queries, heads, rotary size], ``latents`` [tokens, latent] and ``turned`` [tokens, rotary size] in
-    float32, ``seen`` [queries, tokens].
+    Beside it, for who joins attention over parts of the tokens: each query's largest score, and the sum of exponentials
+    of all scores less that one. A query that sees nothing has zeros, minus infinity, and a sum of zero.
     """
-    out = torch.empty_like(query)
-    rest = -latents.shape[0] % _TOGETHER
-    latents, turned = (pad(part, (0, 0, 0, rest)) for part in (latents, turned))
-    seen = pad(seen, (0, rest))
-    for head in range(query.shape[1]):
-        scores = query[:, head].float() @ latents.t() + query_rope[:, head].float() @ turned.t()
-        scores = (scores * scale).masked_fill_(~seen, float("-inf"))
-        out[:, head] = (scores.softmax(-1) @ latents).to(out.dtype)
-    return out
+
+    def __init__(self, query: Tensor) -> None:
+        self._out = torch.zeros_like(query)
+        self._largest = torch.full(query.shape[:2], float("-inf"))
+        self._sums = torch.zeros(query.shape[:2])
+
+    def attend(
+        self, rows: slice, query: Tensor, query_rope: Tensor, latents: Tensor, turned: Tensor, seen: Tensor,
+        scale: float,
+    ) -> None:  # fmt: skip
+        """Attention of one request's queries over latent vectors.
+
+        ``query`` [queries, heads, latent], ``query_rope`` [queries, heads, rotary size], ``latents`` [tokens, latent]
+        and ``turned`` [tokens, rotary size] in float32, ``seen`` [queries, tokens].
+        """
+        if not latents.shape[0]:
+            return
+        rest = -latents.shape[0] % _TOGETHER
+        latents, turned = (pad(part, (0, 0, 0, rest)) for part in (latents, turned))
+        hidden = ~pad(seen, (0, rest))
+        for head in range(query.shape[1]):
+            scores = query[:, head].float() @ latents.t() + query_rope[:, head].float() @ turned.t()
+            scores = (scores * scale).masked_fill_(hidden, float("-inf"))
+            largest = scores.amax(-1)
+            shares = (scores - largest.nan_to_num(neginf=0.0).unsqueeze(-1)).exp_()
+            total = shares.sum(-1)
+            self._largest[rows, head], self._sums[rows, head] = largest, total
+            self._out[rows, head] = (shares @ latents / total.clamp_min(1.0).unsqueeze(-1)).to(self._out.dtype)
+
+    def results(self, *, with_sums: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """As the operators return them."""
+        if not with_sums:
+            return self._out, torch.zeros(0), torch.zeros(0)
+        return self._out, self._largest.unsqueeze(0), self._sums.unsqueeze(0)
 
 
-def shapes_of_sparse_flash_attention(query: Tensor, *_args: object, **_others: object) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(query), query.new_empty(0, dtype=torch.float32), query.new_empty(0, dtype=torch.float32)
+def shapes_of_attended(out: Tensor, *, with_sums: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The same, as meta tensors, of what ``out`` is like."""
+    sums = out.new_empty((1, *out.shape[:2]) if with_sums else 0, dtype=torch.float32)
+    return out, sums, torch.empty_like(sums)
 
 
-def seen_tokens(indices: Tensor, length: int) -> Tensor:
-    """What the queries see of a request's tokens, [queries, length]: what is selected, but nothing that follows."""
+def shapes_of_sparse_flash_attention(
+    query: Tensor, *_args: object, return_softmax_lse: bool = False, **_others: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    return shapes_of_attended(torch.empty_like(query), with_sums=return_softmax_lse)
+
+
+def seen_tokens(indices: Tensor, length: int, mode: int) -> Tensor:
+    """What the queries see of a request's tokens, [queries, length]: what is selected, and, if causal, nothing that
+    follows.
+    """
+    assert mode in (CAUSAL, UNMASKED), mode
     new = indices.shape[0]
     seen = torch.zeros(new, length + 1, dtype=torch.bool)
     seen.scatter_(1, indices.long().masked_fill(indices < 0, length), value=True)
-    return seen[:, :length].tril_(length - new)
+    return seen[:, :length].tril_(length - new) if mode == CAUSAL else seen[:, :length]

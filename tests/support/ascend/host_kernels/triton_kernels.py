@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tests.support.ascend.host_kernels.context_parallel import join_ranks, pack_for_ranks
 from tests.support.ascend.host_kernels.dispatch import host
 from tests.support.ascend.host_kernels.norms import scaled_norm
 
@@ -243,6 +244,10 @@ _KERNELS: Mapping[str, Mapping[str, Callable[..., None]]] = {
         "_scatter_ssm_states_kernel": _write_states,
     },
     "vllm_ascend.ops.triton.batch_memcpy": {"batch_memcpy_kernel": _copy_memory},
+    "vllm_ascend.ops.triton.dcp.dcp_a2a": {
+        "_pack_dcp_output_lse_kernel": pack_for_ranks,
+        "_fused_dcp_lse_combine_kernel": join_ranks,
+    },
     "vllm_ascend.models.minimax_m3.ops.msa_m3_triton": {
         "_prepare_prefill_topk_scores_kernel": _prefer_blocks,
         "_mask_prefill_topk_indices_kernel": _drop_unseen_blocks,
