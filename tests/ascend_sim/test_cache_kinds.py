@@ -1,7 +1,7 @@
 """Models whose caches are of other kinds, between tensor parallel sizes 1 and 2.
 
 Windows, one latent vector a token, the same beside the key of an indexer, as numbers and quantised, and keys and values
-beside such a key.
+beside such a key; one of them also from pipeline stages.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -16,8 +16,10 @@ from tests.support.ascend.servers import (
     NPU_MLA,
     NPU_QUANTISED,
     NPU_SLIDING_WINDOW,
+    NPU_STAGES,
 )
 from tests.support.e2e.architectures import SELECTED, SELECTED_BLOCKS
+from tests.support.e2e.choice import on_pairs, pairs
 from tests.support.e2e.client import LOGPROB_TOLERANCE, Completion
 from tests.support.e2e.corruption import assert_wrong_numbers_change_the_answer, spoil_numbers
 from tests.support.e2e.deployments import on
@@ -51,6 +53,16 @@ def prompt_and_answer(pair: Pair, tokens: int, seed: object) -> tuple[list[int],
 def assert_close(completion: Completion, expected: Completion) -> None:
     assert completion.tokens == expected.tokens
     assert completion.logprob_difference(expected) < BFLOAT16_TOLERANCE
+
+
+def assert_wrong_numbers_count(pair: Pair, tokens: int, part: str, **where: int) -> None:
+    """Spoil a part of what P holds of a prompt, on all ranks or ``where``; D's answer must be another one."""
+    prompt, right = prompt_and_answer(pair, tokens, ("spoilt", part, where))
+    params = pair.prefill.client.prefill(prompt)
+    spoil_numbers(pair.prefill, params, part, **where)
+    wrong = pair.decode_leg(prompt, params)
+    assert wrong.status == 200, wrong.body
+    assert wrong.logprob_difference(right) > 5 * LOGPROB_TOLERANCE
 
 
 @on(NPU_MLA)
@@ -97,8 +109,6 @@ class TestIndexers:
 
 
 @pytest.mark.skipif(ascend_release() == "0.23", reason="vllm-ascend 0.23 calls other operators for it")
-@on(NPU_QUANTISED)
-@pytest.mark.parametrize("pair", [("P TP1", "D"), ("P TP2", "D")], indirect=True, ids="-".join)
 class TestQuantisedIndexers:
     """The caches of GLM-5 with w8a8c8: packed rows in int8, and an indexer's keys with scales. Weights are bfloat16.
 
@@ -106,12 +116,18 @@ class TestQuantisedIndexers:
     alone, as above: the numbers have the same bits then.
     """
 
+    of_one_stage = pairs(NPU_QUANTISED, [("P TP1", "D"), ("P TP2", "D")])
+    of_stages = pairs(NPU_STAGES, [("P PP2", "D")])
+    on_all = on_pairs(of_one_stage, of_stages)
+
+    @on_all
     @pytest.mark.parametrize("tokens", [3, NPU_BLOCK_SIZE + 1, SELECTED + 200])
     def test_a_pulled_prompt_gives_the_same_output(self, pair: Pair, tokens: int) -> None:
         prompt, expected = prompt_and_answer(pair, tokens, "alone")
         _, completion = pair.assert_pulls_all(prompt)
         assert_same_output(completion, expected)
 
+    @on_all
     def test_a_second_turn_pulls_the_rest(self, pair: Pair) -> None:
         prompt, expected = prompt_and_answer(pair, 3 * NPU_BLOCK_SIZE + 40, "turns")
         pair.disaggregate(prompt[: 2 * NPU_BLOCK_SIZE + 9])
@@ -122,6 +138,7 @@ class TestQuantisedIndexers:
         assert traffic.source("external_kv_transfer") == len(prompt) - 1 - held
         assert_same_output(completion, expected)
 
+    @on_all
     def test_both_legs_at_once(self, pair: Pair) -> None:
         prompt, expected = prompt_and_answer(pair, 700, "legs")
         with pair.traffic() as traffic:
@@ -129,16 +146,17 @@ class TestQuantisedIndexers:
         assert (traffic.source("external_kv_transfer"), traffic.failures()) == (len(prompt) - 1, 0)
         assert_same_output(legs.decode, expected)
 
+    @on_pairs(of_one_stage)
     @pytest.mark.parametrize("part", ["mla_latent", "mla_rope", "mla_scale", "index", "part1"])
     def test_wrong_numbers_change_the_output(self, pair: Pair, part: str) -> None:
         """In every part of the cache, "part1" the scales of the indexer's keys: a byte in each row of a block."""
         tokens = 5 * NPU_BLOCK_SIZE + (SELECTED if part in ("index", "part1") else 0)
-        prompt, right = prompt_and_answer(pair, tokens, ("spoilt", part))
-        params = pair.prefill.client.prefill(prompt)
-        spoil_numbers(pair.prefill, params, part)
-        wrong = pair.decode_leg(prompt, params)
-        assert wrong.status == 200, wrong.body
-        assert wrong.logprob_difference(right) > 5 * LOGPROB_TOLERANCE
+        assert_wrong_numbers_count(pair, tokens, part)
+
+    @on_pairs(of_stages)
+    @pytest.mark.parametrize("stage", [0, 1])
+    def test_wrong_numbers_in_the_last_layer_of_a_stage_change_the_output(self, pair: Pair, stage: int) -> None:
+        assert_wrong_numbers_count(pair, 5 * NPU_BLOCK_SIZE, "mla_latent", stage=stage)
 
 
 @pytest.mark.skipif(ascend_release() == "0.23", reason="vllm-ascend 0.23 has no MiniMax-M3")

@@ -87,7 +87,7 @@ def on_npu(spec: ServerSpec, *, device_blocks: int = 64, host_blocks: int = 0, f
             *("--max-num-batched-tokens", str(STEP_TOKENS), *spec.arguments),
         ),
         variables=(
-            *simulated_environment(spec.tensor_parallel),
+            *simulated_environment(spec.ranks),
             *((_FORKED,) if forked else ()),
             *spec.variables,
         ),
@@ -215,6 +215,16 @@ NPU_QUANTISED = Deployment(
     (
         ("P TP1", _quantised(prefill(GLM))),
         ("P TP2", _quantised(prefill(GLM, tensor_parallel=2))),
+        ("D", _quantised(replace(_peer(GLM), role="kv_consumer"))),
+    ),
+)
+
+
+#: The same from two pipeline stages of unequal length. The second begins with a layer that has an indexer.
+NPU_STAGES = Deployment(
+    "stages",
+    (
+        ("P PP2", _quantised(replace(prefill(GLM), stages=(3, 2)))),
         ("D", _quantised(replace(_peer(GLM), role="kv_consumer"))),
     ),
 )

@@ -137,8 +137,9 @@ class ServerSpec:
 
     @property
     def _stage_arguments(self) -> tuple[str, ...]:
-        worker = "tests.support.e2e.staged_worker.StagedWorker"
-        return ("--pipeline-parallel-size", str(len(self.stages)), "--worker-cls", worker)
+        size = ("--pipeline-parallel-size", str(len(self.stages)))
+        worker = ("--worker-cls", "tests.support.e2e.staged_worker.StagedWorker")
+        return (*size, *(worker if self.platform == "cpu" else ()))
 
     def _node_arguments(self, node: int) -> tuple[str, ...]:
         place = ("--nnodes", str(1 + len(self.more_hosts)), "--node-rank", str(node), "--master-addr", self.address)
@@ -222,12 +223,11 @@ class Server:
         known_as = f"VLLM::{title}" if title else ""
         return [pid for pid, command in _group_members(self.process.pid) if known_as in command]
 
-    def worker_process(self, tp_rank: int) -> int:
+    def worker_process(self, tp_rank: int, pp_rank: int = 0) -> int:
         """The id of the process that a worker's model runs in: on a device, a single worker's is the engine core's."""
-        if self.spec.tensor_parallel > 1:
-            title = f"Worker_TP{tp_rank}"
-        else:
-            title = "Worker" if self.spec.platform == "cpu" else "EngineCore"
+        stage = f"_PP{pp_rank}" if self.spec.stages else ""
+        place = stage + (f"_TP{tp_rank}" if self.spec.tensor_parallel > 1 else "")
+        title = f"Worker{place}" if place or self.spec.platform == "cpu" else "EngineCore"
         (process,) = self.processes(title)
         return process
 

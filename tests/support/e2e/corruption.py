@@ -31,29 +31,37 @@ def overwrite_block(server: Server, params: KVTransferParams, group: int, entry:
     random = np.random.default_rng(block)
     for worker in _workers(params, control_keys(server)):
         caches = worker.groups[group]
-        with Path(f"/proc/{server.worker_process(worker.tp_rank)}/mem").open("r+b", buffering=0) as memory:
+        process = server.worker_process(worker.tp_rank, worker.pp_rank)
+        with Path(f"/proc/{process}/mem").open("r+b", buffering=0) as memory:
             for plane in caches.planes:
                 for start, size in _heads(plane, block, caches.rows(plane) // plane.block_tokens):
                     memory.seek(start)
                     memory.write(random.normal(size=size // 4).astype(np.float32).tobytes())
 
 
-def spoil_numbers(server: Server, params: KVTransferParams, part: str) -> None:
+def spoil_numbers(
+    server: Server, params: KVTransferParams, part: str, *, stage: int | None = None, tp_rank: int | None = None
+) -> None:
     """Make the first number of every row of the last state, or of every token of the last block, a large one.
 
-    Of a finished prefill, in the first layer that has the part, on all ranks, of which some may hold the same. Of one
-    token it would not do: attention may pass over it.
+    Of a finished prefill, in the first layer of each pipeline stage that has the part, or in the last one of ``stage``;
+    on all ranks, of which some may hold the same, or on ``tp_rank``. Of one token it would not do: attention may pass
+    over it.
     """
     for worker in _workers(params, control_keys(server)):
+        if stage not in (None, worker.pp_rank) or tp_rank not in (None, worker.tp_rank):
+            continue
         planes = [(number, plane) for number, group in enumerate(worker.groups) for plane in group.planes]
-        group, plane = next((number, plane) for number, plane in planes if plane.part == part)
+        group, plane = [(number, plane) for number, plane in planes if plane.part == part][0 if stage is None else -1]
+        layer = 0 if stage is None else len(plane.layers) - 1
         kernel_blocks = worker.groups[group].rows(plane) // plane.block_tokens
         first = params["remote_block_ids"][group][-1] * kernel_blocks
-        with Path(f"/proc/{server.worker_process(worker.tp_rank)}/mem").open("r+b", buffering=0) as memory:
+        process = server.worker_process(worker.tp_rank, worker.pp_rank)
+        with Path(f"/proc/{process}/mem").open("r+b", buffering=0) as memory:
             for block in range(first, first + kernel_blocks):
                 for row in range(plane.block_tokens):
-                    number = plane.address + block * plane.block_stride + row * plane.token_stride
-                    memory.seek(number + plane.item_size - 1)
+                    number = block * plane.block_stride + layer * plane.layer_stride + row * plane.token_stride
+                    memory.seek(plane.address + number + plane.item_size - 1)
                     memory.write(_LARGE)
 
 
