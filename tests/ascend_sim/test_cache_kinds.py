@@ -1,7 +1,7 @@
 """Models whose caches are of other kinds, between tensor parallel sizes 1 and 2.
 
 Windows, one latent vector a token, the same beside the key of an indexer, as numbers and quantised, and keys and values
-beside such a key; one of them also from pipeline stages.
+beside such a key; one of them also from pipeline stages, and where ranks share a request's tokens.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -15,12 +15,15 @@ from tests.support.ascend.servers import (
     NPU_INDEXER,
     NPU_MLA,
     NPU_QUANTISED,
+    NPU_SHARED_TOKENS,
     NPU_SLIDING_WINDOW,
     NPU_STAGES,
+    STEP_TOKENS,
 )
 from tests.support.e2e.architectures import SELECTED, SELECTED_BLOCKS
 from tests.support.e2e.choice import on_pairs, pairs
 from tests.support.e2e.client import LOGPROB_TOLERANCE, Completion
+from tests.support.e2e.cluster import Server
 from tests.support.e2e.corruption import assert_wrong_numbers_change_the_answer, spoil_numbers
 from tests.support.e2e.deployments import on
 from tests.support.e2e.legs import Router
@@ -118,7 +121,8 @@ class TestQuantisedIndexers:
 
     of_one_stage = pairs(NPU_QUANTISED, [("P TP1", "D"), ("P TP2", "D")])
     of_stages = pairs(NPU_STAGES, [("P PP2", "D")])
-    on_all = on_pairs(of_one_stage, of_stages)
+    of_shared_tokens = pairs(NPU_SHARED_TOKENS, [("P DCP2", "D")])
+    on_all = on_pairs(of_one_stage, of_stages, of_shared_tokens)
 
     @on_all
     @pytest.mark.parametrize("tokens", [3, NPU_BLOCK_SIZE + 1, SELECTED + 200])
@@ -157,6 +161,41 @@ class TestQuantisedIndexers:
     @pytest.mark.parametrize("stage", [0, 1])
     def test_wrong_numbers_in_the_last_layer_of_a_stage_change_the_output(self, pair: Pair, stage: int) -> None:
         assert_wrong_numbers_count(pair, 5 * NPU_BLOCK_SIZE, "mla_latent", stage=stage)
+
+    @on_pairs(of_shared_tokens)
+    @pytest.mark.parametrize("tp_rank", [0, 1])
+    def test_wrong_numbers_of_a_rank_that_shares_tokens_change_the_output(self, pair: Pair, tp_rank: int) -> None:
+        """In the last block, in which both ranks have as many tokens."""
+        assert_wrong_numbers_count(pair, 6 * NPU_BLOCK_SIZE, "mla_latent", tp_rank=tp_rank)
+
+
+@pytest.mark.skipif(ascend_release() == "0.23", reason="vllm-ascend 0.23 calls other operators for it")
+@on(NPU_SHARED_TOKENS)
+@pytest.mark.parametrize("pair", [("P DCP2", "D DCP2")], indirect=True, ids="-".join)
+class TestSharedTokensOnBothSides:
+    """The same caches where D's ranks share tokens, too.
+
+    D computes a pulled prompt's last token as a part of the prompt, for which its ranks gather what they hold; in what
+    follows, each attends to its own tokens, and the output is joined. So each prompt ends with a token that a step of
+    the reference computes alone.
+    """
+
+    @pytest.mark.parametrize("tokens", [STEP_TOKENS + 1, 5 * STEP_TOKENS + 1])
+    def test_a_pulled_prompt_gives_the_same_output(self, pair: Pair, tokens: int) -> None:
+        pair.assert_pulls_right(make_prompt(tokens, (tokens, pair.name)))
+
+    def test_a_second_turn_pulls_the_rest(self, pair: Pair) -> None:
+        pair.assert_pulls_the_rest(make_prompt(2 * STEP_TOKENS + 1, (pair.name, "turns")), 2 * NPU_BLOCK_SIZE + 9)
+
+    def test_the_output_is_that_of_one_server_but_for_rounding(self, pair: Pair, servers: dict[str, Server]) -> None:
+        """Up to a tie: what each rank has seen is rounded to bfloat16 before it is joined.
+
+        The indexer of longer prompts selects by keys that have been rounded in other ways.
+        """
+        tokens = 2 * NPU_BLOCK_SIZE + 30
+        prompt = make_prompt(tokens, (pair.name, tokens, "one server"))
+        expected = servers["D"].client.compute(prompt)
+        assert pair.disaggregate(prompt).logprob_difference(expected) < 2 * BFLOAT16_TOLERANCE
 
 
 @pytest.mark.skipif(ascend_release() == "0.23", reason="vllm-ascend 0.23 has no MiniMax-M3")

@@ -230,6 +230,24 @@ NPU_STAGES = Deployment(
 )
 
 
+def _sharing_tokens(spec: ServerSpec) -> ServerSpec:
+    """The server with decode context parallelism over all of its ranks, which take turns with each block's tokens."""
+    size, turn = str(spec.tensor_parallel), str(spec.block_size)
+    arguments = ("--decode-context-parallel-size", size, "--cp-kv-cache-interleave-size", turn)
+    return replace(spec, arguments=(*spec.arguments, *arguments))
+
+
+#: The same with latent vectors of every second block on either rank, and an indexer's keys of all blocks on both.
+NPU_SHARED_TOKENS = Deployment(
+    "shared tokens",
+    (
+        ("P DCP2", _sharing_tokens(_quantised(prefill(GLM, tensor_parallel=2)))),
+        ("D", _quantised(replace(_peer(GLM), role="kv_consumer"))),
+        ("D DCP2", _sharing_tokens(_quantised(replace(_peer(GLM, 2), role="kv_consumer")))),
+    ),
+)
+
+
 def _selecting_blocks(tensor_parallel: int = 1) -> ServerSpec:
     # Its heads are larger than those that others' blocks are counted by.
     return replace(_unverified(on_npu(_peer(MINIMAX_M3, tensor_parallel))), kv_cache_bytes=64 << 20)
