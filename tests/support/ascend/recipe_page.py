@@ -48,9 +48,8 @@ def _cells(recipe: Recipe) -> str:
 
 
 def _is_proven(recipe: Recipe) -> bool:
-    """Whether servers with such caches were run: none were in fp8, or had a request's tokens shared out among ranks."""
-    is_whole = recipe.p.dcp == recipe.d.dcp == 1
-    return recipe.forms["P"] in _TOKENS and is_whole and recipe.d.options.get("kv_cache_dtype") != "fp8"
+    """Whether servers with such caches were run: none were in fp8."""
+    return recipe.forms["P"] in _TOKENS and recipe.d.options.get("kv_cache_dtype") != "fp8"
 
 
 def _shape(side: RecipeSide) -> str:
