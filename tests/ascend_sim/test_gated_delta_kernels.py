@@ -5,7 +5,7 @@ States lie as vllm-ascend's model runner lays them: in pages that are larger tha
 
 import pytest
 
-from tests.support.ascend.device_process import on_device
+from tests.support.ascend.device_process import IN_PAGES, on_device
 from tests.support.ascend.paths import ascend_release
 
 pytestmark = [
@@ -13,33 +13,11 @@ pytestmark = [
     pytest.mark.skipif(ascend_release() == "0.23", reason="hybrids are refused on vLLM 0.23"),
 ]
 
-#: States in pages with padding, and what must not have changed of them.
-_PAGES = """
-from torch.nn import functional
-
-def in_pages(*shape, dtype=torch.float32):
-    pages = torch.randn(shape[0], torch.Size(shape[1:]).numel() + 40).to(device)
-    return pages, pages.as_strided(shape, (pages.stride(0), *torch.empty(shape[1:]).stride()))
-
-def assert_rows(pages, states, expected, before):
-    kept = before.clone()
-    for row, state in expected.items():
-        torch.testing.assert_close(states[row].cpu(), state.float(), rtol=1e-4, atol=1e-5)
-        kept[row, : state.numel()] = states[row].cpu().flatten()
-    assert torch.equal(pages.cpu(), kept)
-
-def on(*tensors):
-    return [tensor.to(device) for tensor in tensors]
-
-def whole(numbers):
-    return torch.tensor(numbers, dtype=torch.int32).to(device)
-"""
-
 
 def test_a_prompts_states_and_those_of_its_tokens_are_what_the_closed_form_gives() -> None:
     """Two prompts at once; and the same tokens one by one, of both requests in each step, into their rows."""
     on_device(
-        _PAGES
+        IN_PAGES
         + """
 from fla_npu.ops.ascendc import chunk_gated_delta_rule_fwd, recurrent_gated_delta_rule
 heads, groups, key_size, value_size, scale, lengths = 4, 2, 24, 16, 0.3, (70, 70)
@@ -89,7 +67,7 @@ assert_rows(pages, states, {4: last[0], 1: last[1]}, before)
 def test_convolutions_go_on_from_the_last_inputs() -> None:
     """Of a new prompt, of one that goes on, and of padding; then of one token of each."""
     on_device(
-        _PAGES
+        IN_PAGES
         + """
 from fla_npu.ops.ascendc import causal_conv1d_fn, causal_conv1d_update
 kernel, channels, lengths = 4, 12, (2, 9, 3, 1)
@@ -125,7 +103,7 @@ assert_rows(pages, states, {5: inputs[0][-3:], 3: inputs[1][-3:]}, before)
 
 def test_what_vllm_ascend_launches_around_them() -> None:
     on_device(
-        _PAGES
+        IN_PAGES
         + """
 from vllm.third_party.flash_linear_attention.ops.l2norm import l2norm_fwd
 from vllm_ascend.ops.triton.batch_memcpy import batch_memcpy_kernel

@@ -27,6 +27,28 @@ def read_on(stream, tensor):
     return result
 """
 
+#: Code for the beginning of another: states in pages with padding, and what must not have changed of them.
+IN_PAGES = """
+from torch.nn import functional
+
+def in_pages(*shape, dtype=torch.float32):
+    pages = torch.randn(shape[0], torch.Size(shape[1:]).numel() + 40).to(device)
+    return pages, pages.as_strided(shape, (pages.stride(0), *torch.empty(shape[1:]).stride()))
+
+def assert_rows(pages, states, expected, before):
+    kept = before.clone()
+    for row, state in expected.items():
+        torch.testing.assert_close(states[row].cpu(), state.float(), rtol=1e-4, atol=1e-5)
+        kept[row, : state.numel()] = states[row].cpu().flatten()
+    assert torch.equal(pages.cpu(), kept)
+
+def on(*tensors):
+    return [tensor.to(device) for tensor in tensors]
+
+def whole(numbers):
+    return torch.tensor(numbers, dtype=torch.int32).to(device)
+"""
+
 
 def on_device(code: str, **variables: str) -> None:
     """Run code in a process with a simulated device; what it asserts must hold."""

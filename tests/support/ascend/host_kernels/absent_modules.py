@@ -1,7 +1,7 @@
 """Modules of vllm-ascend's container images that PyPI does not have: importable here, but hardly anything works.
 
 acl                         pyACL: one call of its runtime
-fla_npu                     operators of gated delta net; any other attribute can be read, and calling it raises
+fla_npu                     operators of gated delta net and KDA; any other attribute can be read, and calling it raises
 vllm_ascend.vllm_ascend_C   defines the operators of _C_ascend by their own schemas; a few have a body
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.support.ascend.host_kernels import gated_delta
+from tests.support.ascend.host_kernels import gated_delta, kda
 from tests.support.ascend.host_kernels.block_sparse_attention import (
     npu_msa_index_score,
     npu_sparse_attention_score,
@@ -72,8 +72,9 @@ class _AbsentFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if module.__name__ == _OPERATORS:
             module.library = _define_operators()  # type: ignore[attr-defined]  # the operators live as long as it
         elif module.__name__ == "fla_npu.ops.ascendc":
-            module.library, operators = gated_delta.define_operators()  # type: ignore[attr-defined]
-            vars(module).update(operators)
+            libraries, operators = zip(gated_delta.define_operators(), kda.define_operators(), strict=True)
+            module.libraries = libraries  # type: ignore[attr-defined]  # the operators live as long as they
+            vars(module).update(operators[0] | operators[1])
         elif module.__name__ == "acl.rt":
             module.memcpy = _memcpy()  # type: ignore[attr-defined]
 

@@ -79,17 +79,23 @@ def causal_conv1d_update(
     return out
 
 
-def _recur(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Tensor:
+def _kept(g: Tensor) -> Tensor:
+    """What each token leaves of a state, [tokens, value heads, 1, 1], of the logarithm of that."""
+    return g.float().exp()[..., None, None]
+
+
+def recur(q: Tensor, k: Tensor, v: Tensor, kept: Tensor, beta: Tensor, state: Tensor) -> Tensor:
     """What a request's tokens read of its state, which each of them changes before.
 
-    ``q``, ``k`` [tokens, key heads, size], ``v`` [tokens, value heads, size], ``g`` the logarithm of what a token
-    leaves of the state, and ``beta``, [tokens, value heads]; ``state`` in float32, changed in place.
+    ``q``, ``k`` [tokens, key heads, size], ``v`` [tokens, value heads, size], ``beta`` [tokens, value heads], and
+    ``kept``, what a token leaves of the state, [tokens, value heads, 1, key size or 1]; ``state`` in float32, changed
+    in place.
     """
     q, k = (x.float().repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
-    kept, beta, v = g.float().exp(), beta.float(), v.float()
+    beta, v = beta.float(), v.float()
     out = torch.empty_like(v)
     for token in range(v.shape[0]):
-        state *= kept[token, :, None, None]
+        state *= kept[token]
         key = k[token].unsqueeze(-1)
         surprise = (v[token] - (state @ key).squeeze(-1)) * beta[token].unsqueeze(-1)
         state += surprise.unsqueeze(-1) @ key.transpose(1, 2)
@@ -106,14 +112,14 @@ def recurrent_gated_delta_rule(
     ``actual_seq_lengths`` begins with the number of tokens before the first request, which are none's.
     """
     start, *lengths = actual_seq_lengths.tolist()
-    out = torch.zeros_like(value)
+    kept, out = _kept(g), torch.zeros_like(value)
     for index, length in zip(ssm_state_indices.tolist(), lengths, strict=True):
         assert length <= 1, "several tokens of a request are drafts"
         rows = slice(start, start + length)
         start += length
         if length:
             own = state[index].float()
-            out[rows] = (scale * _recur(query[rows], key[rows], value[rows], g[rows], beta[rows], own)).to(out.dtype)
+            out[rows] = (scale * recur(query[rows], key[rows], value[rows], kept[rows], beta[rows], own)).to(out.dtype)
             state[index] = own.to(state.dtype)
     return out
 
@@ -131,12 +137,23 @@ def chunk_gated_delta_rule_fwd(
     assert (layout, state_v_first) == ("BNSD", False), "as on A2 and A3"
     assert not any((use_exp2, use_qk_l2norm_in_kernel, allow_neg_eigval))
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
-    out = torch.zeros_like(v, memory_format=torch.contiguous_format)
+    kept, out = _kept(g[0]), torch.zeros_like(v, memory_format=torch.contiguous_format)
     final = initial_state.float().transpose(-1, -2).contiguous()
     for request, state in enumerate(final):
         rows = slice(cu_seqlens[request], cu_seqlens[request + 1])
-        out[rows] = (scale * _recur(q[rows], k[rows], v[rows], g[0, rows], beta[0, rows], state)).to(out.dtype)
+        out[rows] = (scale * recur(q[rows], k[rows], v[rows], kept[rows], beta[0, rows], state)).to(out.dtype)
     return out.unsqueeze(0), final.transpose(-1, -2).contiguous()
+
+
+def _update(
+    *args: Any, out: Tensor | None = None, max_query_len: int = 1, num_accepted_tokens: Tensor | None = None,
+    **others: Any,
+) -> Tensor:  # fmt: skip
+    """``causal_conv1d_update``, into a tensor of its own if none is given."""
+    assert num_accepted_tokens is None
+    out = torch.zeros_like(args[0]) if out is None else out
+    updated: Tensor = torch.ops.fla_npu.causal_conv1d_update(*args, out=out, max_query_len=max_query_len, **others)
+    return updated
 
 
 def _like_the_input(x: Tensor, *_args: object, **_others: object) -> Tensor:
@@ -165,4 +182,4 @@ def define_operators() -> tuple[Any, dict[str, Callable[..., Any]]]:
     operators.define(recurrent_gated_delta_rule, shapes=_like_the_values)
     operators.define(chunk_gated_delta_rule_fwd, shapes=_shapes_of_chunks)
     names = [schema.partition("(")[0] for schema in _SCHEMAS]
-    return library, {name: getattr(torch.ops.fla_npu, name) for name in names}
+    return library, {name: getattr(torch.ops.fla_npu, name) for name in names} | {"causal_conv1d_update": _update}

@@ -70,21 +70,25 @@ def npu_lightning_indexer(
 
 def npu_sparse_flash_attention(
     query: Tensor, key: Tensor, value: Tensor, sparse_indices: Tensor, scale_value: float,
-    *, block_table: Tensor, actual_seq_lengths_query: Tensor, actual_seq_lengths_kv: Tensor, query_rope: Tensor,
-    key_rope: Tensor, sparse_block_size: int = 1, layout_query: str = "BSND", layout_kv: str = "BSND",
-    sparse_mode: int = CAUSAL, pre_tokens: int = 0, next_tokens: int = 0, attention_mode: int = 2,
-    return_softmax_lse: bool = False,
+    *, block_table: Tensor, actual_seq_lengths_query: Tensor, actual_seq_lengths_kv: Tensor,
+    query_rope: Tensor | None = None, key_rope: Tensor | None = None, sparse_block_size: int = 1,
+    layout_query: str = "BSND", layout_kv: str = "BSND", sparse_mode: int = CAUSAL, pre_tokens: int = 0,
+    next_tokens: int = 0, attention_mode: int = 2, return_softmax_lse: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Attention over latent vectors (attention mode 2), of which each query sees the tokens of its indices only.
 
-    ``query`` [tokens, heads, latent], ``query_rope`` [tokens, heads, rotary size], ``sparse_indices``
+    ``query`` [tokens, heads, latent], ``query_rope`` [tokens, heads, rotary size] if there is one, ``sparse_indices``
     [tokens, 1, selected], ``key`` and ``key_rope`` paged caches; returns what ``query`` has the shape of, and, if
     ``return_softmax_lse``, two numbers of each query and head [1, tokens, heads]: see ``Attended``.
     """
     assert (layout_query, layout_kv, sparse_block_size, attention_mode) == ("TND", "PA_BSND", 1, 2)
     attended = Attended(query)
+    query_rope = query[..., :0] if query_rope is None else query_rope
     for request, rows, length in requests_of(actual_seq_lengths_query, actual_seq_lengths_kv):
-        latents, turned = (gather(c, block_table[request], length, 1)[:, 0].float() for c in (key, key_rope))
+        latents = gather(key, block_table[request], length, 1)[:, 0].float()
+        turned = latents[:, :0]
+        if key_rope is not None:
+            turned = gather(key_rope, block_table[request], length, 1)[:, 0].float()
         seen = seen_tokens(sparse_indices[rows, 0], length, sparse_mode)
         attended.attend(rows, query[rows], query_rope[rows], latents, turned, seen, scale_value)
     return attended.results(with_sums=return_softmax_lse)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tests.support.ascend.host_kernels import kda, pooled_indexer
 from tests.support.ascend.host_kernels.context_parallel import join_ranks, pack_for_ranks
 from tests.support.ascend.host_kernels.dispatch import host
 from tests.support.ascend.host_kernels.norms import scaled_norm
@@ -158,6 +159,13 @@ def _read_states(
     host.launch(read)
 
 
+def _read_first_states(
+    grid: tuple[int, ...], states: Tensor, out: Tensor, indices: Tensor, exists: Tensor, *_strides: int
+) -> None:
+    """The same, of KDA."""
+    _read_states(grid, states, indices, exists, out)
+
+
 def _write_states(
     _grid: tuple[int, ...], states: Tensor, indices: Tensor, new: Tensor, *_strides: int, **_others: Any
 ) -> None:
@@ -242,6 +250,19 @@ _KERNELS: Mapping[str, Mapping[str, Callable[..., None]]] = {
     "vllm_ascend.ops.triton.mamba.state_index": {
         "_gather_ssm_states_kernel": _read_states,
         "_scatter_ssm_states_kernel": _write_states,
+    },
+    "vllm_ascend.ops.triton.mamba.state_ops": {"_gather_initial_states_kernel": _read_first_states},
+    "vllm_ascend.ops.triton.kda.conv_state": {"_copy_conv_state_kernel": kda.copy_conv_states},
+    "vllm_ascend.ops.triton.kda.output_writeback": {"_write_output": kda.write_output},
+    "vllm_ascend.ops.triton.kda.kda": {"layer_norm_gated_fwd_kernel": kda.norm_times_gate},
+    "vllm_ascend.ops.triton.glm5_next_kpool_tail_compress": {
+        "_glm5_next_kpool_tail_compress_kernel": pooled_indexer.compress_pools,
+        "_store_kpool_tail_kernel": pooled_indexer.store_tail,
+    },
+    "vllm_ascend.ops.triton.glm5_next_lightning_indexer": {
+        "_gather_pool_cache": pooled_indexer.gather_pools,
+        "_glm5_next_lightning_indexer_score_kernel": pooled_indexer.score_pools,
+        "_expand_pool_indices": pooled_indexer.expand_pools,
     },
     "vllm_ascend.ops.triton.batch_memcpy": {"batch_memcpy_kernel": _copy_memory},
     "vllm_ascend.ops.triton.dcp.dcp_a2a": {
