@@ -1,6 +1,6 @@
 """GLM-5.3-Flash's pooled indexer on the simulated device: vllm-ascend's own code for it, against what it should select.
 
-And the attention behind it. Each case is a process.
+And the operators around it, against formulas of vLLM's own. Each case is a process.
 """
 
 import pytest
@@ -106,5 +106,25 @@ expected = torch.nn.functional.scaled_dot_product_attention(
     query.transpose(0, 1), *[latents[:200].expand(4, 200, 512)] * 2, scale=0.3,
     attn_mask=torch.ones(20, 200).tril(180).bool())
 torch.testing.assert_close(out.cpu(), expected.transpose(0, 1), rtol=1e-4, atol=1e-5)
+"""
+    )
+
+
+def test_streams_are_mixed_as_vllm_does() -> None:
+    on_device(
+        """
+import vllm_ascend.vllm_ascend_C
+from vllm.model_executor.kernels.mhc.torch import mhc_post_torch, mhc_pre_torch
+streams, size = 4, 48
+x, out = torch.randn(30, streams, size).bfloat16(), torch.randn(30, size).bfloat16()
+weights = torch.randn(24, streams * size) / 4, torch.randn(3), torch.randn(24)
+pre, post, mix = torch.ops._C_ascend.npu_hc_pre_v2(
+    x.to(device), *(weight.to(device) for weight in weights), streams, 20, 1e-5, 1e-6)
+expected = mhc_pre_torch(x, *weights, 1e-5, 1e-6, 1e-6, 2.0, 20)
+for mine, own in zip((post.unsqueeze(-1), mix, pre), expected):
+    torch.testing.assert_close(mine.cpu(), own)
+assert (mix.sum(-2) - 1).abs().max() < 1e-3 and mix.std() > 0.1
+behind = torch.ops._C_ascend.npu_hc_post(*(part.unsqueeze(0) for part in (out.to(device), x.to(device), post, mix)))
+torch.testing.assert_close(behind[0].cpu(), mhc_post_torch(out, x, expected[0], expected[1]))
 """
     )

@@ -98,6 +98,7 @@ Real vllm-ascend on simulated NPUs (``tests/ascend_sim``):
     ascend.host_kernels.context_parallel  Triton kernels that join what ranks have seen of a request's tokens
     ascend.host_kernels.kda             operators: Kimi delta attention
     ascend.host_kernels.pooled_indexer  Triton kernels of an indexer whose keys stand for several tokens
+    ascend.host_kernels.hyper_connections  operators: residual streams that are mixed
     ascend.host_kernels.triton_kernels  vllm-ascend's Triton kernels
     ascend.host_kernels.collectives     Gloo in HCCL's place
     ascend.host_kernels.absent_modules  modules that only vllm-ascend's container images have

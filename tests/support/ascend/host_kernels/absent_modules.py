@@ -24,6 +24,12 @@ from tests.support.ascend.host_kernels.block_sparse_attention import (
     shapes_of_sparse_attention_score,
 )
 from tests.support.ascend.host_kernels.dispatch import OperatorLibrary
+from tests.support.ascend.host_kernels.hyper_connections import (
+    npu_hc_post,
+    npu_hc_pre_v2,
+    shapes_of_hc_post,
+    shapes_of_hc_pre,
+)
 from tests.support.ascend.host_kernels.norms import scaled_norm
 from tests.support.ascend.host_kernels.paged_cache import write_rows, write_slots
 from tests.support.ascend.host_kernels.quantised_attention import (
@@ -144,6 +150,8 @@ def _define_operators() -> Any:
         ),
         ("store_kv_block_metadata", store_kv_block_metadata, None),
         ("store_kv_block", store_kv_block, None),
+        ("npu_hc_pre_v2", npu_hc_pre_v2, shapes_of_hc_pre),
+        ("npu_hc_post", npu_hc_post, shapes_of_hc_post),
         ("npu_msa_index_score", npu_msa_index_score, shapes_of_index_score),
         ("npu_sparse_attention_score", npu_sparse_attention_score, shapes_of_sparse_attention_score),
     ):
