@@ -22,9 +22,9 @@ from tests.support.ascend.servers import (
 )
 from tests.support.e2e.architectures import SELECTED, SELECTED_BLOCKS
 from tests.support.e2e.choice import on_pairs, pairs
-from tests.support.e2e.client import LOGPROB_TOLERANCE, Completion
+from tests.support.e2e.client import Completion
 from tests.support.e2e.cluster import Server
-from tests.support.e2e.corruption import assert_wrong_numbers_change_the_answer, spoil_numbers
+from tests.support.e2e.corruption import assert_wrong_numbers_change_the_answer
 from tests.support.e2e.deployments import on
 from tests.support.e2e.legs import Router
 from tests.support.e2e.pair import Pair, assert_same_output, make_prompt
@@ -46,13 +46,6 @@ class TestSlidingWindows:
         pair.assert_concurrent_pulls_right(3)
 
 
-def prompt_and_answer(pair: Pair, tokens: int, seed: object) -> tuple[list[int], Completion]:
-    """A prompt that ends with what D answers to the rest of it, and D's answer from there on."""
-    start = make_prompt(tokens - 1, (pair.name, tokens, seed))
-    answer = pair.decode.client.compute(start, 17)
-    return [*start, answer.tokens[0]], Completion(200, "", answer.tokens[1:], answer.logprobs[1:])
-
-
 def assert_close(completion: Completion, expected: Completion) -> None:
     assert completion.tokens == expected.tokens
     assert completion.logprob_difference(expected) < BFLOAT16_TOLERANCE
@@ -60,12 +53,8 @@ def assert_close(completion: Completion, expected: Completion) -> None:
 
 def assert_wrong_numbers_count(pair: Pair, tokens: int, part: str, **where: int) -> None:
     """Spoil a part of what P holds of a prompt, on all ranks or ``where``; D's answer must be another one."""
-    prompt, right = prompt_and_answer(pair, tokens, ("spoilt", part, where))
-    params = pair.prefill.client.prefill(prompt)
-    spoil_numbers(pair.prefill, params, part, **where)
-    wrong = pair.decode_leg(prompt, params)
-    assert wrong.status == 200, wrong.body
-    assert wrong.logprob_difference(right) > 5 * LOGPROB_TOLERANCE
+    prompt, right = pair.prompt_and_answer(tokens, ("spoilt", part, where))
+    assert_wrong_numbers_change_the_answer(pair, prompt, part, right=right, **where)
 
 
 @on(NPU_MLA)
@@ -79,12 +68,12 @@ class TestLatentVectors:
 
     @pytest.mark.parametrize("tokens", [3, NPU_BLOCK_SIZE + 1, 1000])
     def test_a_pulled_prompt_gives_the_same_output(self, pair: Pair, tokens: int) -> None:
-        prompt, expected = prompt_and_answer(pair, tokens, "alone")
+        prompt, expected = pair.prompt_and_answer(tokens, "alone")
         _, completion = pair.assert_pulls_all(prompt)
         assert_close(completion, expected)
 
     def test_concurrent_prompts_give_the_same_outputs(self, pair: Pair) -> None:
-        prompts, expected = zip(*(prompt_and_answer(pair, 40 + 120 * i, "together") for i in range(3)), strict=True)
+        prompts, expected = zip(*(pair.prompt_and_answer(40 + 120 * i, "together") for i in range(3)), strict=True)
         with ThreadPoolExecutor(len(prompts)) as clients:
             completions = list(clients.map(pair.disaggregate, prompts))
         for completion, one in zip(completions, expected, strict=True):
@@ -127,13 +116,13 @@ class TestQuantisedIndexers:
     @on_all
     @pytest.mark.parametrize("tokens", [3, NPU_BLOCK_SIZE + 1, SELECTED + 200])
     def test_a_pulled_prompt_gives_the_same_output(self, pair: Pair, tokens: int) -> None:
-        prompt, expected = prompt_and_answer(pair, tokens, "alone")
+        prompt, expected = pair.prompt_and_answer(tokens, "alone")
         _, completion = pair.assert_pulls_all(prompt)
         assert_same_output(completion, expected)
 
     @on_all
     def test_a_second_turn_pulls_the_rest(self, pair: Pair) -> None:
-        prompt, expected = prompt_and_answer(pair, 3 * NPU_BLOCK_SIZE + 40, "turns")
+        prompt, expected = pair.prompt_and_answer(3 * NPU_BLOCK_SIZE + 40, "turns")
         pair.disaggregate(prompt[: 2 * NPU_BLOCK_SIZE + 9])
         with pair.traffic() as traffic:
             completion = pair.disaggregate(prompt)
@@ -144,7 +133,7 @@ class TestQuantisedIndexers:
 
     @on_all
     def test_both_legs_at_once(self, pair: Pair) -> None:
-        prompt, expected = prompt_and_answer(pair, 700, "legs")
+        prompt, expected = pair.prompt_and_answer(700, "legs")
         with pair.traffic() as traffic:
             legs = Router(pair).send(prompt, decode_first_s=0.3)
         assert (traffic.source("external_kv_transfer"), traffic.failures()) == (len(prompt) - 1, 0)

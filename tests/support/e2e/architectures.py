@@ -83,6 +83,7 @@ class Architecture:
     plain_norm: float = 1.0  # the weight with which a norm does not scale
     cpu_arguments: tuple[str, ...] = ()
     text_model: str = "model"  # where a checkpoint has embeddings and layers
+    own: Callable[[Draw, int], Weights] = lambda draw, number: {}  # what else a layer has, by its number
     vision: Callable[[Draw], Weights] = lambda draw: {}  # what there is beside the language model
     special_tokens: tuple[str, ...] = ()  # of the tokenizer; the last ones of the vocabulary
     files: Mapping[str, object] = field(default_factory=dict)  # more JSON files of the checkpoint, by name
@@ -109,7 +110,8 @@ def shared_config(layers: int, kv_heads: int) -> dict[str, object]:
     }
 
 
-def _constant(size: int, value: float = 1.0) -> Matrix:
+def constant(size: int, value: float = 1.0) -> Matrix:
+    """A vector of one number."""
     return np.full(size, value, np.float32)
 
 
@@ -120,8 +122,8 @@ def _attention(draw: Draw, kv_heads: int, plain_norm: float) -> Weights:
         "self_attn.k_proj.weight": draw(kv_heads * HEAD_SIZE, HIDDEN),
         "self_attn.v_proj.weight": draw(kv_heads * HEAD_SIZE, HIDDEN),
         "self_attn.o_proj.weight": draw(HIDDEN, HEADS * HEAD_SIZE),
-        "self_attn.q_norm.weight": _constant(HEAD_SIZE, SHARPNESS - 1.0 + plain_norm),
-        "self_attn.k_norm.weight": _constant(HEAD_SIZE, plain_norm),
+        "self_attn.q_norm.weight": constant(HEAD_SIZE, SHARPNESS - 1.0 + plain_norm),
+        "self_attn.k_norm.weight": constant(HEAD_SIZE, plain_norm),
     }
 
 
@@ -134,7 +136,7 @@ def _mlp(draw: Draw) -> Weights:
 
 
 def _norms(plain_norm: float, *names: str) -> Weights:
-    return {f"{name}.weight": _constant(HIDDEN, plain_norm) for name in names}
+    return {f"{name}.weight": constant(HIDDEN, plain_norm) for name in names}
 
 
 def _qwen3_config(layers: int, kv_heads: int) -> dict[str, object]:
@@ -211,7 +213,7 @@ def _deepseek_v2_layer(draw: Draw, kv_heads: int) -> Weights:
         **_norms(1.0, "input_layernorm", "post_attention_layernorm"),
         "self_attn.q_proj.weight": draw(HEADS * key_size, HIDDEN) * np.float32(SHARPNESS / logits),
         "self_attn.kv_a_proj_with_mqa.weight": draw(LATENT_RANK + ROPE_SIZE, HIDDEN),
-        "self_attn.kv_a_layernorm.weight": _constant(LATENT_RANK),
+        "self_attn.kv_a_layernorm.weight": constant(LATENT_RANK),
         "self_attn.kv_b_proj.weight": draw(HEADS * (NOPE_SIZE + VALUE_SIZE), LATENT_RANK),
         "self_attn.o_proj.weight": draw(HIDDEN, HEADS * VALUE_SIZE),
         **_mlp(draw),
@@ -236,12 +238,12 @@ def _deepseek_v32_layer(draw: Draw, kv_heads: int) -> Weights:
     return {
         **layer,
         "self_attn.q_a_proj.weight": draw(_QUERY_RANK, HIDDEN),
-        "self_attn.q_a_layernorm.weight": _constant(_QUERY_RANK),
+        "self_attn.q_a_layernorm.weight": constant(_QUERY_RANK),
         "self_attn.q_b_proj.weight": queries,
         "self_attn.indexer.wq_b.weight": draw(_INDEX_HEADS * _INDEX_SIZE, _QUERY_RANK),
         "self_attn.indexer.wk.weight": draw(_INDEX_SIZE, HIDDEN),
-        "self_attn.indexer.k_norm.weight": _constant(_INDEX_SIZE),
-        "self_attn.indexer.k_norm.bias": _constant(_INDEX_SIZE, 0.0),
+        "self_attn.indexer.k_norm.weight": constant(_INDEX_SIZE),
+        "self_attn.indexer.k_norm.bias": constant(_INDEX_SIZE, 0.0),
         "self_attn.indexer.weights_proj.weight": draw(_INDEX_HEADS, HIDDEN),
     }
 
@@ -256,18 +258,23 @@ def _glm_moe_dsa_config(layers: int, kv_heads: int) -> dict[str, object]:
 
 
 def _glm_moe_dsa_layer(draw: Draw, kv_heads: int) -> Weights:
-    """DeepSeek-V3.2's. Where two ranks add up what each makes of its half of the inputs, one of them adds zeros.
+    """DeepSeek-V3.2's, with the same bits on one rank and on two."""
+    layer = _deepseek_v32_layer(draw, kv_heads)
+    for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
+        layer[name] = one_rank_each(layer[name])
+    return layer
+
+
+def one_rank_each(weight: Matrix) -> Matrix:
+    """Weights of as large outputs; where two ranks add up what each makes of half of the inputs, one adds zeros.
 
     So the sums have the same bits on one rank and on two, also in bfloat16.
     """
-    layer = _deepseek_v32_layer(draw, kv_heads)
-    for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
-        weight = layer[name] * np.float32(math.sqrt(2))
-        half = weight.shape[1] // 2
-        weight[::2, :half] = 0
-        weight[1::2, half:] = 0
-        layer[name] = weight
-    return layer
+    weight = weight * np.float32(math.sqrt(2))
+    half = weight.shape[1] // 2
+    weight[::2, :half] = 0
+    weight[1::2, half:] = 0
+    return weight
 
 
 def _minimax_m3_config(layers: int, kv_heads: int) -> dict[str, object]:
@@ -309,12 +316,12 @@ def _minimax_m3_layer(draw: Draw, kv_heads: int) -> Weights:
         "self_attn.k_proj.weight": draw(kv_heads * size, HIDDEN),
         "self_attn.v_proj.weight": draw(kv_heads * size, HIDDEN),
         "self_attn.o_proj.weight": draw(HIDDEN, HEADS * size),
-        "self_attn.q_norm.weight": _constant(size, SHARPNESS - 1.0),
-        "self_attn.k_norm.weight": _constant(size, 0.0),
+        "self_attn.q_norm.weight": constant(size, SHARPNESS - 1.0),
+        "self_attn.k_norm.weight": constant(size, 0.0),
         "self_attn.index_q_proj.weight": draw(kv_heads * size, HIDDEN),
         "self_attn.index_k_proj.weight": draw(size, HIDDEN),
-        "self_attn.index_q_norm.weight": _constant(size, 0.0),
-        "self_attn.index_k_norm.weight": _constant(size, 0.0),
+        "self_attn.index_q_norm.weight": constant(size, 0.0),
+        "self_attn.index_k_norm.weight": constant(size, 0.0),
         **_mlp(draw),
     }
 
@@ -386,14 +393,14 @@ def _idefics3_vision(draw: Draw) -> Weights:
     patch, token = 3 * _PATCH_SIZE**2, _VISION_HIDDEN * _PATCHES_A_TOKEN**2
 
     def linear(name: str, rows: int, columns: int) -> Weights:
-        return {f"{name}.weight": draw(rows, columns), f"{name}.bias": _constant(rows, 0.0)}
+        return {f"{name}.weight": draw(rows, columns), f"{name}.bias": constant(rows, 0.0)}
 
     def norm(name: str) -> Weights:
-        return {f"{name}.weight": _constant(_VISION_HIDDEN), f"{name}.bias": _constant(_VISION_HIDDEN, 0.0)}
+        return {f"{name}.weight": constant(_VISION_HIDDEN), f"{name}.bias": constant(_VISION_HIDDEN, 0.0)}
 
     tower = {
         "embeddings.patch_embedding.weight": draw(_VISION_HIDDEN, patch).reshape(-1, 3, _PATCH_SIZE, _PATCH_SIZE),
-        "embeddings.patch_embedding.bias": _constant(_VISION_HIDDEN, 0.0),
+        "embeddings.patch_embedding.bias": constant(_VISION_HIDDEN, 0.0),
         "embeddings.position_embedding.weight": draw((IMAGE_SIZE // _PATCH_SIZE) ** 2, _VISION_HIDDEN),
         **norm("post_layernorm"),
     }

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from layout.geometry import Plane, WorkerGeometry
-from tests.support.e2e.client import LOGPROB_TOLERANCE, TIE_TOLERANCE, KVTransferParams
+from tests.support.e2e.client import LOGPROB_TOLERANCE, TIE_TOLERANCE, Completion, KVTransferParams
 from tests.support.e2e.cluster import Server
 from tests.support.e2e.pair import Pair, control_keys
 from tests.support.waiting import until
@@ -40,19 +40,26 @@ def overwrite_block(server: Server, params: KVTransferParams, group: int, entry:
 
 
 def spoil_numbers(
-    server: Server, params: KVTransferParams, part: str, *, stage: int | None = None, tp_rank: int | None = None
+    server: Server,
+    params: KVTransferParams,
+    part: str,
+    layers: str = "",
+    *,
+    stage: int | None = None,
+    tp_rank: int | None = None,
 ) -> None:
     """Make the first number of every row of the last state, or of every token of the last block, a large one.
 
-    Of a finished prefill, in the first layer of each pipeline stage that has the part, or in the last one of ``stage``;
-    on all ranks, of which some may hold the same, or on ``tp_rank``. Of one token it would not do: attention may pass
-    over it.
+    Of a finished prefill, in the first layer of each pipeline stage that has the part and whose name ends with
+    ``layers``, or in the last one of ``stage``; on all ranks, of which some may hold the same, or on ``tp_rank``. Of one
+    token it would not do: attention may pass over it.
     """
     for worker in _workers(params, control_keys(server)):
         if stage not in (None, worker.pp_rank) or tp_rank not in (None, worker.tp_rank):
             continue
         planes = [(number, plane) for number, group in enumerate(worker.groups) for plane in group.planes]
-        group, plane = [(number, plane) for number, plane in planes if plane.part == part][0 if stage is None else -1]
+        found = [(number, plane) for number, plane in planes if plane.part == part and plane.layers[0].endswith(layers)]
+        group, plane = found[0 if stage is None else -1]
         layer = 0 if stage is None else len(plane.layers) - 1
         kernel_blocks = worker.groups[group].rows(plane) // plane.block_tokens
         first = params["remote_block_ids"][group][-1] * kernel_blocks
@@ -65,14 +72,18 @@ def spoil_numbers(
                     memory.write(_LARGE)
 
 
-def assert_wrong_numbers_change_the_answer(pair: Pair, prompt: list[int], part: str) -> None:
-    """Spoil a part of what P holds of a prompt; D's answer must be another one.
+def assert_wrong_numbers_change_the_answer(
+    pair: Pair, prompt: list[int], part: str, layers: str = "", right: Completion | None = None, **where: int
+) -> None:
+    """Spoil a part of what P holds of a prompt; D's answer must be another one than ``right``, or than its own.
+
+    ``where``: see ``spoil_numbers``.
 
     Two tokens that are not the same may be as likely as each other by chance, but hardly as in a tie.
     """
-    right = pair.decode.client.compute(prompt)
+    right = right or pair.decode.client.compute(prompt)
     params = pair.prefill.client.prefill(prompt)
-    spoil_numbers(pair.prefill, params, part)
+    spoil_numbers(pair.prefill, params, part, layers, **where)
     wrong = pair.decode_leg(prompt, params)
     assert wrong.status == 200, wrong.body
     enough = 5 * LOGPROB_TOLERANCE if wrong.tokens == right.tokens else TIE_TOLERANCE

@@ -134,6 +134,15 @@ class Pair:
         assert completion.status == 200, completion.body
         return completion
 
+    def prompt_and_answer(self, tokens: int, seed: object) -> tuple[list[int], Completion]:
+        """A prompt that ends with what D answers to the rest of it, and D's answer from there on.
+
+        D has computed the last token alone then, as that of a prompt that it pulls.
+        """
+        start = make_prompt(tokens - 1, (self.name, tokens, seed))
+        answer = self.decode.client.compute(start, 17)
+        return [*start, answer.tokens[0]], Completion(200, "", answer.tokens[1:], answer.logprobs[1:])
+
     def decode_leg(
         self, prompt: AnyPrompt, params: KVTransferParams, max_tokens: int = 16, **options: object
     ) -> Completion:
