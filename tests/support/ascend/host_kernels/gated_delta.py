@@ -96,10 +96,11 @@ def recur(q: Tensor, k: Tensor, v: Tensor, kept: Tensor, beta: Tensor, state: Te
     out = torch.empty_like(v)
     for token in range(v.shape[0]):
         state *= kept[token]
-        key = k[token].unsqueeze(-1)
-        surprise = (v[token] - (state @ key).squeeze(-1)) * beta[token].unsqueeze(-1)
-        state += surprise.unsqueeze(-1) @ key.transpose(1, 2)
-        out[token] = (state @ q[token].unsqueeze(-1)).squeeze(-1)
+        key = k[token].unsqueeze(-2)
+        # Products of matrices would round otherwise for another number of heads.
+        surprise = (v[token] - (state * key).sum(-1)) * beta[token].unsqueeze(-1)
+        state += surprise.unsqueeze(-1) * key
+        out[token] = (state * q[token].unsqueeze(-2)).sum(-1)
     return out
 
 
