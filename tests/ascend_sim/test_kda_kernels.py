@@ -9,12 +9,10 @@ import pytest
 from tests.support.ascend.device_process import IN_PAGES, on_device
 from tests.support.ascend.paths import ascend_release
 
-pytestmark = [
-    pytest.mark.ascend_short,
-    pytest.mark.skipif(ascend_release() == "0.23", reason="hybrids are refused on vLLM 0.23"),
-]
+pytestmark = pytest.mark.skipif(ascend_release() == "0.23", reason="hybrids are refused on vLLM 0.23")
 
 
+@pytest.mark.ascend_short
 def test_a_prompts_states_and_those_of_its_tokens_are_what_the_closed_form_gives() -> None:
     """Two prompts at once, of which one goes on; and the same tokens one by one, of both in each step."""
     on_device(
