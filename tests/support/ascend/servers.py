@@ -29,6 +29,7 @@ DEEPSEEK_V32 = ModelSpec(layers=3, architecture="deepseek_v32")
 GLM = ModelSpec(layers=5, architecture="glm_moe_dsa")
 MINIMAX_M3 = ModelSpec(layers=3, architecture="minimax_m3")
 GATED_DELTA = ModelSpec(hybrid="qwen3_5")
+GLM5_NEXT = ModelSpec(layers=8, architecture="glm5_next")
 #: Bytes that models with one latent vector for all heads keep of a token in each layer, at most: in float32, with an
 #: indexer's key if there is one; in int8, packed with a rotary key in bfloat16 and scales, beside a key with its own.
 _LATENT_BYTES = {"deepseek_v2": 576 * 4, "deepseek_v32": (576 + 128) * 4, "glm_moe_dsa": 656 + 130}
@@ -275,6 +276,20 @@ NPU_GATED_DELTA = Deployment(
 NPU_ONE_STATE = Deployment(
     "gated delta net, one state",
     tuple((name, _gated_delta(2, "--no-enable-prefix-caching")) for name in ("TP2", "other TP2")),
+)
+
+
+def _pooled(tensor_parallel: int = 1) -> ServerSpec:
+    spec = _unverified(on_npu(replace(_peer(GLM5_NEXT, tensor_parallel), dtype="bfloat16")))
+    # Its blocks are those of several groups of layers, which share memory.
+    return replace(spec, block_size=NPU_STATE_BLOCK, kv_cache_bytes=64 << 20)
+
+
+#: States of Kimi delta attention, also at borders of blocks, latent vectors, an indexer's keys that stand for a pool of
+#: tokens, and a ring of the others. Nothing is verified, as above.
+NPU_POOLED_INDEXER = Deployment(
+    "pooled indexer",
+    (("TP1", _pooled()), ("other TP1", _pooled()), ("TP2", _pooled(2))),
 )
 
 #: Stores what it is about to evict, from layers with and without a sliding window. Host memory has room for what

@@ -66,7 +66,7 @@ _IMAGE_TOKEN = "<image>"
 _IMAGE_MARKS = ("<fake_token_around_image>", "<global-img>", "<end_of_utterance>", _IMAGE_TOKEN)
 
 Name = Literal[
-    "qwen3", "gemma3", "deepseek_v2", "deepseek_v32", "glm_moe_dsa", "minimax_m3", "phi3", "idefics3",
+    "qwen3", "gemma3", "deepseek_v2", "deepseek_v32", "glm5_next", "glm_moe_dsa", "minimax_m3", "phi3", "idefics3",
 ]  # fmt: skip
 Matrix = npt.NDArray[np.float32]
 Weights = dict[str, Matrix]
@@ -435,6 +435,7 @@ _IDEFICS3_FILES = {
     "processor_config.json": {"processor_class": "Idefics3Processor", "image_seq_len": IMAGE_TOKENS - 3},
 }
 
+#: But for GLM-5.3-Flash's, which has a module of its own.
 ARCHITECTURES: Mapping[Name, Architecture] = {
     "qwen3": Architecture(_qwen3_config, _qwen3_layer),
     "gemma3": Architecture(_gemma3_config, _gemma3_layer, plain_norm=0.0),

@@ -51,8 +51,8 @@ def spoil_numbers(
     """Make the first number of every row of the last state, or of every token of the last block, a large one.
 
     Of a finished prefill, in the first layer of each pipeline stage that has the part and whose name ends with
-    ``layers``, or in the last one of ``stage``; on all ranks, of which some may hold the same, or on ``tp_rank``. Of one
-    token it would not do: attention may pass over it.
+    ``layers``, or in the last one of ``stage``; on all ranks, of which some may hold the same, or on ``tp_rank``. Of
+    one token it would not do: attention may pass over it.
     """
     for worker in _workers(params, control_keys(server)):
         if stage not in (None, worker.pp_rank) or tp_rank not in (None, worker.tp_rank):

@@ -21,12 +21,16 @@ from tests.support.e2e.architectures import (
     INITIALIZER_RANGE,
     MAX_POSITIONS,
     VOCABULARY,
+    Architecture,
     Matrix,
     Name,
     Weights,
     shared_config,
 )
+from tests.support.e2e.glm5_next import GLM5_NEXT
 from tests.support.e2e.hybrids import write_hybrid
+
+_ARCHITECTURES: Mapping[Name, Architecture] = {**ARCHITECTURES, "glm5_next": GLM5_NEXT}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +60,7 @@ class ModelSpec:
     @property
     def cpu_arguments(self) -> tuple[str, ...]:
         """What a server of this model needs on its command line, on the CPU platform."""
-        return ARCHITECTURES[self.architecture].cpu_arguments
+        return _ARCHITECTURES[self.architecture].cpu_arguments
 
     def adapter_arguments(self, directory: Path) -> tuple[str, ...]:
         """What serves the adapters of the model in ``directory`` under their names."""
@@ -82,19 +86,20 @@ def write_model(directory: Path, spec: ModelSpec, environment: Mapping[str, str]
         write_hybrid(directory, spec.hybrid, shared_config(spec.layers, spec.kv_heads), spec.seed, environment)
         _write_tokenizer(directory, ())
         return directory
-    own = ARCHITECTURES[spec.architecture].config(spec.layers, spec.kv_heads)
+    architecture = _ARCHITECTURES[spec.architecture]
+    own = architecture.config(spec.layers, spec.kv_heads)
     (directory / "config.json").write_text(json.dumps(shared_config(spec.layers, spec.kv_heads) | own))
     save_file(_weights(spec), directory / "model.safetensors", metadata={"format": "pt"})
-    for name, contents in ARCHITECTURES[spec.architecture].files.items():
+    for name, contents in architecture.files.items():
         (directory / name).write_text(json.dumps(contents))
-    _write_tokenizer(directory, ARCHITECTURES[spec.architecture].special_tokens)
+    _write_tokenizer(directory, architecture.special_tokens)
     for name in spec.adapters:
         _write_adapter(directory / name, spec)
     return directory
 
 
 def _weights(spec: ModelSpec) -> Weights:
-    architecture = ARCHITECTURES[spec.architecture]
+    architecture = _ARCHITECTURES[spec.architecture]
     random = np.random.default_rng(spec.seed)
 
     def draw(rows: int, columns: int) -> Matrix:
@@ -121,7 +126,7 @@ def _write_adapter(directory: Path, spec: ModelSpec) -> None:
     directory.mkdir()
     random = np.random.default_rng(list(directory.name.encode()))
     deviation = math.sqrt(INITIALIZER_RANGE / math.sqrt(ADAPTER_RANK))  # the product's is that of the weights
-    text = ARCHITECTURES[spec.architecture].text_model
+    text = _ARCHITECTURES[spec.architecture].text_model
     projections = {
         name.removesuffix(".weight"): weight.shape
         for name, weight in _weights(spec).items()
