@@ -16,21 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.support.ascend.host_kernels import gated_delta, kda
+from tests.support.ascend.host_kernels import compressed_attention, experts, gated_delta, hyper_connections, kda
 from tests.support.ascend.host_kernels.block_sparse_attention import (
     npu_msa_index_score,
     npu_sparse_attention_score,
     shapes_of_index_score,
     shapes_of_sparse_attention_score,
 )
-from tests.support.ascend.host_kernels.dispatch import OperatorLibrary
-from tests.support.ascend.host_kernels.hyper_connections import (
-    npu_hc_post,
-    npu_hc_pre_v2,
-    shapes_of_hc_post,
-    shapes_of_hc_pre,
-)
-from tests.support.ascend.host_kernels.norms import scaled_norm
+from tests.support.ascend.host_kernels.dispatch import Operator, OperatorLibrary
+from tests.support.ascend.host_kernels.norms import npu_rms_norm_cast, scaled_norm, shapes_of_rms_norm_cast
 from tests.support.ascend.host_kernels.paged_cache import write_rows, write_slots
 from tests.support.ascend.host_kernels.quantised_attention import (
     npu_kv_quant_sparse_flash_attention_vllm,
@@ -40,6 +34,7 @@ from tests.support.ascend.host_kernels.quantised_attention import (
     store_kv_block,
     store_kv_block_metadata,
 )
+from tests.support.ascend.host_kernels.rotary import inplace_partial_rotary_mul
 from tests.support.ascend.host_kernels.sparse_attention import (
     npu_sparse_flash_attention,
     shapes_of_sparse_flash_attention,
@@ -128,6 +123,27 @@ def _scatter_to_heads_first(
     write_slots(slot_mapping, ((key, key_cache.transpose(1, 2)), (value, value_cache.transpose(1, 2))))
 
 
+#: Those of vllm-ascend's operators that models call here.
+_BODIES = (
+    Operator(npu_add_rms_norm_bias, _shapes_of_add_rms_norm),
+    Operator(npu_gemma_rms_norm, _shapes_of_gemma_rms_norm),
+    Operator(npu_rms_norm_cast, shapes_of_rms_norm_cast),
+    Operator(inplace_partial_rotary_mul),
+    Operator(_scatter_to_heads_first, name="npu_scatter_pa_kv_cache"),
+    Operator(write_rows, name="npu_scatter_nd_update_sk"),
+    Operator(npu_sparse_flash_attention, shapes_of_sparse_flash_attention),
+    Operator(npu_lightning_indexer_quant, shapes_of_lightning_indexer_quant),
+    Operator(npu_kv_quant_sparse_flash_attention_vllm, shapes_of_kv_quant_sparse_flash_attention),
+    Operator(store_kv_block_metadata),
+    Operator(store_kv_block),
+    Operator(npu_msa_index_score, shapes_of_index_score),
+    Operator(npu_sparse_attention_score, shapes_of_sparse_attention_score),
+    *compressed_attention.COMPRESSED_ATTENTION,
+    *hyper_connections.HYPER_CONNECTIONS,
+    *experts.EXPERTS,
+)
+
+
 def _define_operators() -> Any:
     """Define vllm-ascend's operators; returns the library that holds them."""
     library = torch.library.Library("_C_ascend", "DEF")
@@ -136,27 +152,10 @@ def _define_operators() -> Any:
         library.define(schema)
         names.add(schema.partition("(")[0])
     operators = OperatorLibrary("_C_ascend", library)
-    for name, body, shapes in (
-        ("npu_add_rms_norm_bias", npu_add_rms_norm_bias, _shapes_of_add_rms_norm),
-        ("npu_gemma_rms_norm", npu_gemma_rms_norm, _shapes_of_gemma_rms_norm),
-        ("npu_scatter_pa_kv_cache", _scatter_to_heads_first, None),
-        ("npu_scatter_nd_update_sk", write_rows, None),
-        ("npu_sparse_flash_attention", npu_sparse_flash_attention, shapes_of_sparse_flash_attention),
-        ("npu_lightning_indexer_quant", npu_lightning_indexer_quant, shapes_of_lightning_indexer_quant),
-        (
-            "npu_kv_quant_sparse_flash_attention_vllm",
-            npu_kv_quant_sparse_flash_attention_vllm,
-            shapes_of_kv_quant_sparse_flash_attention,
-        ),
-        ("store_kv_block_metadata", store_kv_block_metadata, None),
-        ("store_kv_block", store_kv_block, None),
-        ("npu_hc_pre_v2", npu_hc_pre_v2, shapes_of_hc_pre),
-        ("npu_hc_post", npu_hc_post, shapes_of_hc_post),
-        ("npu_msa_index_score", npu_msa_index_score, shapes_of_index_score),
-        ("npu_sparse_attention_score", npu_sparse_attention_score, shapes_of_sparse_attention_score),
-    ):
+    for operator in _BODIES:
+        name = operator.name or operator.body.__name__
         if name in names:
-            operators.define(body, name=name, shapes=shapes)
+            operators.define(operator.body, name=name, shapes=operator.shapes)
     if _OPTIONAL in names:
         library.impl(_OPTIONAL, lambda: False, "CompositeExplicitAutograd")
     return library

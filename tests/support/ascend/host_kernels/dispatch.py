@@ -8,6 +8,7 @@ import importlib.util
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,6 +54,15 @@ def replace_kernels(names: Sequence[str]) -> None:
     """Let these operators of the device run their CPU kernels on the host."""
     with _quiet():
         host.install(list(names))
+
+
+@dataclass(frozen=True)
+class Operator:
+    """A CPU kernel, and how its results are made as meta tensors, where nobody else has said."""
+
+    body: Body
+    shapes: Body | None = None
+    name: str = ""  # if it is not that of ``body``
 
 
 class OperatorLibrary:

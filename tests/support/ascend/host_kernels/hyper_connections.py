@@ -7,6 +7,8 @@ added to each of them, which are mixed by a matrix whose rows and columns add up
 import torch
 from torch import Tensor
 
+from tests.support.ascend.host_kernels.dispatch import Operator
+
 
 def npu_hc_pre_v2(
     x: Tensor, hc_fn: Tensor, hc_scale: Tensor, hc_base: Tensor, hc_mult: int, hc_sinkhorn_iters: int,
@@ -30,7 +32,7 @@ def npu_hc_pre_v2(
     return (weights.unsqueeze(-1) * wide).sum(-2).to(x.dtype), 2 * post.sigmoid(), matrix
 
 
-def shapes_of_hc_pre(x: Tensor, *_args: object, **_others: object) -> tuple[Tensor, Tensor, Tensor]:
+def _shapes_of_pre(x: Tensor, *_args: object, **_others: object) -> tuple[Tensor, Tensor, Tensor]:
     *outer, streams, size = x.shape
     return (
         x.new_empty((*outer, size)),
@@ -45,5 +47,9 @@ def npu_hc_post(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> Tens
     return (mixed + post.float().unsqueeze(-1) * x.float().unsqueeze(-2)).to(residual.dtype)
 
 
-def shapes_of_hc_post(_x: Tensor, residual: Tensor, *_args: object) -> Tensor:
+def _shapes_of_post(_x: Tensor, residual: Tensor, *_args: object) -> Tensor:
     return residual.new_empty(residual.shape)
+
+
+#: Operators of ``_C_ascend``.
+HYPER_CONNECTIONS = (Operator(npu_hc_pre_v2, _shapes_of_pre), Operator(npu_hc_post, _shapes_of_post))

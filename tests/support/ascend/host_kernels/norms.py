@@ -4,6 +4,7 @@ As in all of these modules, there is only what is needed, as vllm-ascend calls i
 raises.
 """
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -20,6 +21,15 @@ def scaled_norm(x: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tenso
 @npu_operator
 def npu_rms_norm(x: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
     return scaled_norm(x, gamma, epsilon)
+
+
+def npu_rms_norm_cast(x: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
+    normalised, _ = scaled_norm(x, gamma, epsilon)
+    return normalised, normalised.float()
+
+
+def shapes_of_rms_norm_cast(x: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.float32)
 
 
 @npu_operator

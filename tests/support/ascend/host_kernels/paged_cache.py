@@ -41,10 +41,13 @@ def npu_scatter_nd_update_(rows: Tensor, indices: Tensor, updates: Tensor) -> Te
 
 
 def write_rows(rows: Tensor, indices: Tensor, updates: Tensor) -> None:
-    """The same, returning nothing, as vllm-ascend's own operator for it does."""
-    assert indices.shape == (updates.shape[0], 1), indices.shape
-    valid = indices[:, 0] >= 0
-    rows[indices[valid, 0].long()] = updates[valid].to(rows.dtype)
+    """The same, returning nothing, as vllm-ascend's own operator for it does.
+
+    An index may be several numbers, [tokens, numbers]: of a block and of a row in it.
+    """
+    valid = (indices >= 0).all(1)
+    place = indices[valid].long().unbind(1)
+    rows[place] = updates[valid].view(-1, *rows.shape[len(place) :]).to(rows.dtype)
 
 
 def read_tokens(

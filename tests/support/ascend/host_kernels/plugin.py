@@ -9,7 +9,7 @@ from functools import cache
 
 from tests.support.ascend.faults import install_faults
 
-_OPERATORS = ("norms", "rotary", "paged_cache", "attention", "sparse_attention", "quantised_attention")
+_OPERATORS = ("norms", "rotary", "paged_cache", "attention", "sparse_attention", "quantised_attention", "experts")
 
 
 @cache

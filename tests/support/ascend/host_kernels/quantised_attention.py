@@ -103,12 +103,21 @@ def npu_lightning_indexer_quant(
     indices = torch.full((query.shape[0], 1, sparse_count), NOTHING, dtype=torch.int32)
     for request, rows, length in requests_of(actual_seq_lengths_query, actual_seq_lengths_key):
         keys, scales = (gather(c, block_table[request], length, 1)[:, 0].float() for c in (key, key_dequant_scale))
-        scores = torch.zeros(rows.stop - rows.start, length)
-        for head in range(query.shape[1]):
-            products = (query[rows, head].float() @ keys.t()).relu_() * query_dequant_scale[rows, head, None].float()
-            scores += products * weights[rows, head, None].float()
+        scores = index_scores(query[rows], query_dequant_scale[rows], weights[rows], keys)
         indices[rows, 0] = select_tokens(scores * scales.t(), sparse_count)
     return indices
+
+
+def index_scores(query: Tensor, query_scales: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
+    """How much each query wants each of ``keys`` [keys, size], but for the scales of these, [queries, keys].
+
+    ``query`` [queries, heads, size], ``query_scales`` and ``weights`` [queries, heads].
+    """
+    scores = torch.zeros(query.shape[0], keys.shape[0])
+    for head in range(query.shape[1]):
+        products = (query[:, head].float() @ keys.t()).relu_() * query_scales[:, head, None].float()
+        scores += products * weights[:, head, None].float()
+    return scores
 
 
 def shapes_of_lightning_indexer_quant(

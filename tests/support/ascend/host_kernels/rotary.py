@@ -47,10 +47,22 @@ def npu_rotary_mul(
 ) -> Tensor:
     if rotary_mode == "half":
         a, b = x.chunk(2, -1)
-        turned = torch.cat((-b, a), -1)
-    else:
-        turned = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
-    return x * cos + turned * sin
+        return x * cos + torch.cat((-b, a), -1) * sin
+    return turn_neighbours(x, cos, sin)
+
+
+def turn_neighbours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of pairs of neighbours, which stay where they are."""
+    return x * cos + torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) * sin
+
+
+def inplace_partial_rotary_mul(
+    x: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str, partial_slice: list[int], negate_sin: bool = False
+) -> None:
+    """The same of a part of ``x`` [tokens, 1, heads, size] only, by cosines and sines [tokens, 1, 1, rotary size]."""
+    assert rotary_mode == "interleave", rotary_mode
+    part = x[..., slice(*partial_slice)]
+    part.copy_(turn_neighbours(part.float(), r1.float(), -r2.float() if negate_sin else r2.float()))
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -40,7 +40,12 @@ def select_tokens(scores: Tensor, count: int) -> Tensor:
     """
     new, total = scores.shape
     hidden = torch.arange(total)[None] > torch.arange(new)[:, None] + (total - new)
-    values, indices = scores.masked_fill(hidden, float("-inf")).sort(stable=True, dim=-1, descending=True)
+    return best_of(scores.masked_fill(hidden, float("-inf")), count)
+
+
+def best_of(scores: Tensor, count: int) -> Tensor:
+    """Indices [queries, count] of the highest scores, those first, but for what is minus infinity."""
+    values, indices = scores.sort(stable=True, dim=-1, descending=True)
     selected = indices.masked_fill(values == float("-inf"), NOTHING)[:, :count]
     return pad(selected, (0, count - selected.shape[1]), value=NOTHING).int()
 
@@ -117,9 +122,8 @@ class Attended:
         """
         if not latents.shape[0]:
             return
-        rest = -latents.shape[0] % _TOGETHER
-        latents, turned = (pad(part, (0, 0, 0, rest)) for part in (latents, turned))
-        hidden = ~pad(seen, (0, rest))
+        latents, turned = pad_together(latents), pad_together(turned)
+        hidden = ~pad(seen, (0, latents.shape[0] - seen.shape[1]))
         for head in range(query.shape[1]):
             scores = query[:, head].float() @ latents.t() + query_rope[:, head].float() @ turned.t()
             scores = (scores * scale).masked_fill_(hidden, float("-inf"))
@@ -134,6 +138,11 @@ class Attended:
         if not with_sums:
             return self._out, torch.zeros(0), torch.zeros(0)
         return self._out, self._largest.unsqueeze(0), self._sums.unsqueeze(0)
+
+
+def pad_together(rows: Tensor) -> Tensor:
+    """Zeros behind ``rows`` [rows, size], up to as many as sums are made over."""
+    return pad(rows, (0, 0, 0, -rows.shape[0] % _TOGETHER))
 
 
 def shapes_of_attended(out: Tensor, *, with_sums: bool) -> tuple[Tensor, Tensor, Tensor]:
