@@ -95,7 +95,6 @@ Real vllm-ascend on simulated NPUs (``tests/ascend_sim``):
     ascend.host_kernels.quantised_attention  operators: the same over quantised caches
     ascend.host_kernels.block_sparse_attention  operators: attention to blocks, and their indexer
     ascend.host_kernels.compressed_attention  operators: DeepSeek-V4's compressors, indexer and attention
-    ascend.host_kernels.hyper_connections  operators: its streams in the place of a residual
     ascend.host_kernels.experts         operators: mixtures of experts
     ascend.host_kernels.gated_delta     operators: gated delta net
     ascend.host_kernels.context_parallel  Triton kernels that join what ranks have seen of a request's tokens
@@ -166,6 +165,7 @@ Real servers (``tests/e2e``):
     e2e.api_clients         responses, messages and tokens, asked by the clients that their users have
     e2e.architectures       architectures of the test models: configurations and random weights
     e2e.glm5_next           the architecture of GLM-5.3-Flash: states beside keys of pools and latent vectors
+    e2e.compressed_model    DeepSeek-V4's, of layers that differ
     e2e.models              a tiny model, whose output depends on every block of its prompt, as a directory
     e2e.hybrid_deployments  sets of their servers
     e2e.hybrids             models of which some layers keep states

@@ -8,8 +8,8 @@ from tests.support.ascend.recipes import Recipe, RecipeSide, all_recipes
 PAGE = ROOT_OF_PROJECT / "docs" / "npu_recipes.md"
 BEGIN, END = "<!-- recipes -->\n", "<!-- end of recipes -->"
 #: Forms of caches with which servers on simulated devices give right tokens: ``test_pulls``, ``test_cache_kinds``,
-#: ``test_hybrids`` and ``test_pooled_indexers``.
-_TOKENS = (["G"], ["M"], ["I", "M"], ["I+s", "P"], ["G", "I"], ["G", "S"], ["K", "M", "S", "T"])
+#: ``test_hybrids``, ``test_pooled_indexers`` and ``test_compressed_caches``.
+_TOKENS = (["G"], ["M"], ["I", "M"], ["I+s", "P"], ["G", "I"], ["G", "S"], ["K", "M", "S", "T"], ["V4"])
 #: What the page of a recipe lacks, whichever the connector.
 _KEPT = "D: `mlapo_keep_prefill_weights`"
 _ALIKE = "D: `enable_prefill_mc2`"

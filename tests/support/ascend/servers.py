@@ -27,6 +27,7 @@ GEMMA3 = ModelSpec(layers=6, architecture="gemma3")
 DEEPSEEK_V2 = ModelSpec(architecture="deepseek_v2")
 DEEPSEEK_V32 = ModelSpec(layers=3, architecture="deepseek_v32")
 GLM = ModelSpec(layers=5, architecture="glm_moe_dsa")
+DEEPSEEK_V4 = ModelSpec(architecture="deepseek_v4")
 MINIMAX_M3 = ModelSpec(layers=3, architecture="minimax_m3")
 GATED_DELTA = ModelSpec(hybrid="qwen3_5")
 GLM5_NEXT = ModelSpec(layers=8, architecture="glm5_next")
@@ -256,6 +257,28 @@ def _selecting_blocks(tensor_parallel: int = 1) -> ServerSpec:
 
 #: Keys and values by head, and one key for all heads by which an indexer selects blocks. Nothing is verified, as above.
 NPU_BLOCK_INDEXER = Deployment("block indexer", (("TP1", _selecting_blocks()), ("TP2", _selecting_blocks(2))))
+
+#: Else a single worker shares its configuration with the engine core, which writes the smallest block size of all cache
+#: groups into it, and vllm-ascend 0.30 does not start: ``KeyError: 8``.
+_WORKER_APART = ("--distributed-executor-backend", "mp")
+
+
+def _compressing(spec: ServerSpec) -> ServerSpec:
+    spec = _unverified(on_npu(replace(spec, dtype="bfloat16", arguments=(*_LONG, *_WORKER_APART))))
+    # All its cache groups take blocks of one pool, most of them for few tokens.
+    return replace(spec, kv_cache_bytes=512 << 20)
+
+
+#: Windows, compressed caches, an indexer's keys in int8 with scales behind them, and compressors' states, in pages of
+#: one pool. Nothing is verified, as above.
+NPU_COMPRESSED = Deployment(
+    "compressed",
+    (
+        ("P TP1", _compressing(prefill(DEEPSEEK_V4))),
+        ("P TP2", _compressing(prefill(DEEPSEEK_V4, tensor_parallel=2))),
+        ("D", _compressing(replace(_peer(DEEPSEEK_V4), role="kv_consumer"))),
+    ),
+)
 
 #: vLLM makes these blocks as large as a state, at both sizes.
 NPU_STATE_BLOCK = 256

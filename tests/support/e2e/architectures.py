@@ -66,7 +66,8 @@ _IMAGE_TOKEN = "<image>"
 _IMAGE_MARKS = ("<fake_token_around_image>", "<global-img>", "<end_of_utterance>", _IMAGE_TOKEN)
 
 Name = Literal[
-    "qwen3", "gemma3", "deepseek_v2", "deepseek_v32", "glm5_next", "glm_moe_dsa", "minimax_m3", "phi3", "idefics3",
+    "qwen3", "gemma3", "deepseek_v2", "deepseek_v32", "deepseek_v4", "glm5_next", "glm_moe_dsa", "minimax_m3", "phi3",
+    "idefics3",
 ]  # fmt: skip
 Matrix = npt.NDArray[np.float32]
 Weights = dict[str, Matrix]
@@ -84,8 +85,9 @@ class Architecture:
     cpu_arguments: tuple[str, ...] = ()
     text_model: str = "model"  # where a checkpoint has embeddings and layers
     own: Callable[[Draw, int], Weights] = lambda draw, number: {}  # what else a layer has, by its number
-    vision: Callable[[Draw], Weights] = lambda draw: {}  # what there is beside the language model
+    beside: Callable[[Draw], Weights] = lambda draw: {}  # what there is beside the layers, by its whole names
     special_tokens: tuple[str, ...] = ()  # of the tokenizer; the last ones of the vocabulary
+    unit_tokens: int = 1  # at whose multiples pulls of its caches begin
     files: Mapping[str, object] = field(default_factory=dict)  # more JSON files of the checkpoint, by name
 
 
@@ -435,7 +437,7 @@ _IDEFICS3_FILES = {
     "processor_config.json": {"processor_class": "Idefics3Processor", "image_seq_len": IMAGE_TOKENS - 3},
 }
 
-#: But for GLM-5.3-Flash's, which has a module of its own.
+#: But for DeepSeek-V4's and GLM-5.3-Flash's, which have modules of their own.
 ARCHITECTURES: Mapping[Name, Architecture] = {
     "qwen3": Architecture(_qwen3_config, _qwen3_layer),
     "gemma3": Architecture(_gemma3_config, _gemma3_layer, plain_norm=0.0),
@@ -451,7 +453,7 @@ ARCHITECTURES: Mapping[Name, Architecture] = {
         _idefics3_config,
         _idefics3_layer,
         text_model="model.text_model",
-        vision=_idefics3_vision,
+        beside=_idefics3_vision,
         special_tokens=_IMAGE_MARKS,
         files=_IDEFICS3_FILES,
     ),

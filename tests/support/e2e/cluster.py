@@ -224,10 +224,13 @@ class Server:
         return [pid for pid, command in _group_members(self.process.pid) if known_as in command]
 
     def worker_process(self, tp_rank: int, pp_rank: int = 0) -> int:
-        """The id of the process that a worker's model runs in: on a device, a single worker's is the engine core's."""
+        """The id of the process that a worker's model runs in: on a device, a single worker's is the engine core's.
+
+        Unless the server's arguments have it apart.
+        """
         stage = f"_PP{pp_rank}" if self.spec.stages else ""
         place = stage + (f"_TP{tp_rank}" if self.spec.tensor_parallel > 1 else "")
-        title = f"Worker{place}" if place or self.spec.platform == "cpu" else "EngineCore"
+        title = f"Worker{place}" if place or self.processes("Worker") else "EngineCore"
         (process,) = self.processes(title)
         return process
 

@@ -27,10 +27,15 @@ from tests.support.e2e.architectures import (
     Weights,
     shared_config,
 )
+from tests.support.e2e.compressed_model import COMPRESSED_MODEL
 from tests.support.e2e.glm5_next import GLM5_NEXT
 from tests.support.e2e.hybrids import write_hybrid
 
-_ARCHITECTURES: Mapping[Name, Architecture] = {**ARCHITECTURES, "glm5_next": GLM5_NEXT}
+_ARCHITECTURES: Mapping[Name, Architecture] = {
+    **ARCHITECTURES,
+    "deepseek_v4": COMPRESSED_MODEL,
+    "glm5_next": GLM5_NEXT,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +66,11 @@ class ModelSpec:
     def cpu_arguments(self) -> tuple[str, ...]:
         """What a server of this model needs on its command line, on the CPU platform."""
         return _ARCHITECTURES[self.architecture].cpu_arguments
+
+    @property
+    def unit_tokens(self) -> int:
+        """Tokens at whose multiples pulls of its caches begin, if blocks are smaller."""
+        return _ARCHITECTURES[self.architecture].unit_tokens
 
     def adapter_arguments(self, directory: Path) -> tuple[str, ...]:
         """What serves the adapters of the model in ``directory`` under their names."""
@@ -114,7 +124,7 @@ def _weights(spec: ModelSpec) -> Weights:
     for index in range(spec.layers):
         layer = architecture.layer(draw, spec.kv_heads) | architecture.own(draw, index)
         weights |= {f"{text}.layers.{index}.{name}": weight for name, weight in layer.items()}
-    return weights | architecture.vision(draw)
+    return weights | architecture.beside(draw)
 
 
 def _write_adapter(directory: Path, spec: ModelSpec) -> None:

@@ -118,7 +118,7 @@ class Pair:
             return {name: int(count) for name, count in counts.items() if count}
 
         for attempt in range(attempts):
-            tokens = 2 * self.decode.spec.block_size + 33
+            tokens = 2 * max(self.decode.spec.block_size, self.decode.spec.model.unit_tokens) + 33
             prompt = make_prompt(tokens, ("acquainted", self.name, attempt, time.monotonic()))  # in no prefix cache
             before = came_to()
             self.decode_leg(prompt, self.prefill.client.prefill(prompt, model=model), model=model)

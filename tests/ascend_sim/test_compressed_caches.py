@@ -1,0 +1,74 @@
+"""DeepSeek-V4's form of caches between tensor parallel sizes 1 and 2: sets of compressed caches, windows and states.
+
+Weights are bfloat16, and nothing is drafted. Each reference has computed the last token of the prompt alone, as D does
+of a prompt that it pulls, so the numbers have the same bits.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.support.ascend.paths import ascend_release
+from tests.support.ascend.servers import NPU_COMPRESSED
+from tests.support.e2e.client import LOGPROB_TOLERANCE
+from tests.support.e2e.compressed_model import SELECTED_ROWS
+from tests.support.e2e.corruption import spoil_numbers
+from tests.support.e2e.deployments import on
+from tests.support.e2e.pair import Pair, assert_same_output
+
+pytestmark = pytest.mark.skipif(ascend_release() == "0.23", reason="vllm-ascend 0.23 calls other operators for it")
+
+#: Tokens for which the indexer has more rows than it selects, in three windows.
+LONG = 4 * SELECTED_ROWS + 3 * 128
+
+
+@on(NPU_COMPRESSED)
+@pytest.mark.parametrize("pair", [("P TP1", "D"), ("P TP2", "D")], indirect=True, ids="-".join)
+class TestCompressedCaches:
+    @pytest.mark.parametrize("tokens", [3, 129, 512, LONG + 1, 1155])
+    def test_a_pulled_prompt_gives_the_same_output(self, pair: Pair, tokens: int) -> None:
+        prompt, expected = pair.prompt_and_answer(tokens, "alone")
+        _, completion = pair.assert_pulls_all(prompt)
+        assert_same_output(completion, expected)
+
+    def test_concurrent_prompts_give_the_same_outputs(self, pair: Pair) -> None:
+        prompts, expected = zip(*(pair.prompt_and_answer(40 + 170 * i, "together") for i in range(3)), strict=True)
+        with ThreadPoolExecutor(len(prompts)) as clients:
+            completions = list(clients.map(pair.disaggregate, prompts))
+        for completion, one in zip(completions, expected, strict=True):
+            assert_same_output(completion, one)
+
+    def test_a_next_turn_is_pulled_whole(self, pair: Pair) -> None:
+        """All caches together end a block after 16384 tokens, and nothing is found of what is shorter."""
+        prompt, expected = pair.prompt_and_answer(900, "turns")
+        pair.disaggregate(prompt[:700])
+        _, completion = pair.assert_pulls_all(prompt)
+        assert_same_output(completion, expected)
+
+    def test_another_prompt_gives_another_output(self, pair: Pair) -> None:
+        """In the first token that a row of ratio 128 alone still stands for."""
+        prompt, expected = pair.prompt_and_answer(LONG, "another")
+        other = [(prompt[0] + 1) % 512, *prompt[1:]]
+        assert pair.decode.client.compute(other).logprob_difference(expected) > 5 * LOGPROB_TOLERANCE
+
+    @pytest.mark.parametrize(
+        ("layers", "part"),
+        [
+            ("swa_cache", "part0"),
+            ("3.self_attn.attn", "part0"),
+            ("2.self_attn.attn", "part0"),
+            ("indexer.k_cache", "part0"),
+            ("indexer.k_cache", "part1"),
+            ("2.self_attn.compressor.state_cache", "part0"),
+            ("3.self_attn.compressor.state_cache", "part0"),
+            ("indexer.compressor.state_cache", "part0"),
+        ],
+    )
+    def test_wrong_numbers_change_the_output(self, pair: Pair, layers: str, part: str) -> None:
+        """In every cache: a byte in each row of its last block. A row of ratio 128 is completed by what D decodes."""
+        prompt, right = pair.prompt_and_answer(LONG - 8, ("spoilt", layers, part))
+        params = pair.prefill.client.prefill(prompt)
+        spoil_numbers(pair.prefill, params, part, layers)
+        wrong = pair.decode_leg(prompt, params)
+        assert wrong.status == 200, wrong.body
+        assert wrong.logprob_difference(right) > 5 * LOGPROB_TOLERANCE
