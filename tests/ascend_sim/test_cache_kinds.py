@@ -51,10 +51,12 @@ def assert_close(completion: Completion, expected: Completion) -> None:
     assert completion.logprob_difference(expected) < BFLOAT16_TOLERANCE
 
 
-def assert_wrong_numbers_count(pair: Pair, tokens: int, part: str, **where: int) -> None:
-    """Spoil a part of what P holds of a prompt, on all ranks or ``where``; D's answer must be another one."""
-    prompt, right = pair.prompt_and_answer(tokens, ("spoilt", part, where))
-    assert_wrong_numbers_change_the_answer(pair, prompt, part, right=right, **where)
+def assert_wrong_numbers_count(
+    pair: Pair, tokens: int, part: str, stage: int | None = None, tp_rank: int | None = None
+) -> None:
+    """Spoil a part of what P holds of a prompt, on all ranks or some; D's answer must be another one."""
+    prompt, right = pair.prompt_and_answer(tokens, ("spoilt", part, stage, tp_rank))
+    assert_wrong_numbers_change_the_answer(pair, prompt, part, right=right, stage=stage, tp_rank=tp_rank)
 
 
 @on(NPU_MLA)
@@ -179,7 +181,7 @@ class TestSharedTokensOnBothSides:
     def test_the_output_is_that_of_one_server_but_for_rounding(self, pair: Pair, servers: dict[str, Server]) -> None:
         """Up to a tie: what each rank has seen is rounded to bfloat16 before it is joined.
 
-        The indexer of longer prompts selects by keys that have been rounded in other ways.
+        Longer prompts, of whose tokens the indexer selects, differ by more.
         """
         tokens = 2 * NPU_BLOCK_SIZE + 30
         prompt = make_prompt(tokens, (pair.name, tokens, "one server"))

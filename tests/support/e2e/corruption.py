@@ -73,17 +73,24 @@ def spoil_numbers(
 
 
 def assert_wrong_numbers_change_the_answer(
-    pair: Pair, prompt: list[int], part: str, layers: str = "", right: Completion | None = None, **where: int
+    pair: Pair,
+    prompt: list[int],
+    part: str,
+    layers: str = "",
+    right: Completion | None = None,
+    *,
+    stage: int | None = None,
+    tp_rank: int | None = None,
 ) -> None:
     """Spoil a part of what P holds of a prompt; D's answer must be another one than ``right``, or than its own.
 
-    ``where``: see ``spoil_numbers``.
+    ``stage`` and ``tp_rank``: see ``spoil_numbers``.
 
     Two tokens that are not the same may be as likely as each other by chance, but hardly as in a tie.
     """
     right = right or pair.decode.client.compute(prompt)
     params = pair.prefill.client.prefill(prompt)
-    spoil_numbers(pair.prefill, params, part, layers, **where)
+    spoil_numbers(pair.prefill, params, part, layers, stage=stage, tp_rank=tp_rank)
     wrong = pair.decode_leg(prompt, params)
     assert wrong.status == 200, wrong.body
     enough = 5 * LOGPROB_TOLERANCE if wrong.tokens == right.tokens else TIE_TOLERANCE
