@@ -16,7 +16,7 @@ from tests.support.e2e.pair import Pair, assert_same_output
 
 pytestmark = pytest.mark.skipif(ascend_release() == "0.23", reason="vllm-ascend 0.23 has no GLM-5.3")
 
-SAME, FEWER, MORE = ("TP1", "other TP1"), ("TP2", "TP1"), ("TP1", "TP2")
+SAME, FEWER = ("TP1", "other TP1"), ("TP2", "TP1")
 
 
 def pairs(*names: tuple[str, str]) -> pytest.MarkDecorator:
@@ -25,7 +25,7 @@ def pairs(*names: tuple[str, str]) -> pytest.MarkDecorator:
 
 @on(NPU_POOLED_INDEXER)
 class TestPooledIndexers:
-    @pairs(SAME, FEWER, MORE)
+    @pairs(SAME, FEWER)
     @pytest.mark.parametrize("tokens", [3, NPU_STATE_BLOCK, 3 * NPU_STATE_BLOCK + 2, 5 * NPU_STATE_BLOCK + POOL + 1])
     def test_a_pulled_prompt_gives_the_same_output(self, pair: Pair, tokens: int) -> None:
         """With any number of tokens in its ring, and more pools than are selected."""
@@ -53,11 +53,11 @@ class TestPooledIndexers:
         assert (traffic.source("external_kv_transfer"), traffic.failures()) == (len(prompt) - 1, 0)
         assert_same_output(legs.decode, expected)
 
-    @pairs(FEWER, MORE)
+    @pairs(FEWER)
     @pytest.mark.parametrize(
         ("layer", "part"),
         [
-            ("mla_attn.attn", "part0"),
+            ("self_attn.attn", "part0"),
             ("indexer.k_cache", "part0"),
             ("indexer.tail_cache", "state"),
             *(("self_attn", part) for part in ("state", "conv_q", "conv_k", "conv_v")),

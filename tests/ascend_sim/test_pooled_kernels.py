@@ -65,7 +65,8 @@ def step(*parts):
 
 step((0, 0, 10), (1, 0, 3))
 step((0, 10, 11), (1, 3, 4))
-step((0, 11, 75), (1, 4, 5))
+step((0, 11, 71), (1, 4, 5))
+step((0, 71, 75))
 expected = torch.zeros(6 * page, size)
 for request, length in enumerate(lengths):
     for start in range(0, length - pool + 1, pool):
