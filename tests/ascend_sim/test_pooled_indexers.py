@@ -10,7 +10,7 @@ from tests.support.ascend.paths import ascend_release
 from tests.support.ascend.servers import NPU_POOLED_INDEXER, NPU_STATE_BLOCK
 from tests.support.e2e.corruption import assert_wrong_numbers_change_the_answer
 from tests.support.e2e.deployments import on
-from tests.support.e2e.glm5_next import POOL, SELECTED
+from tests.support.e2e.glm5_next import POOL, SELECTED_IN_POOLS
 from tests.support.e2e.legs import Router
 from tests.support.e2e.pair import Pair, assert_same_output
 
@@ -65,6 +65,6 @@ class TestPooledIndexers:
     )
     def test_wrong_numbers_change_the_output(self, pair: Pair, layer: str, part: str) -> None:
         """In every part of the cache: none is moved in vain. The last block is whole, and so is all of it wrong."""
-        tokens = SELECTED + 3 * NPU_STATE_BLOCK
+        tokens = SELECTED_IN_POOLS + 3 * NPU_STATE_BLOCK
         prompt, right = pair.prompt_and_answer(tokens, ("spoilt", layer, part))
         assert_wrong_numbers_change_the_answer(pair, prompt, part, layer, right)

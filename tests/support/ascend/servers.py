@@ -30,7 +30,7 @@ GLM = ModelSpec(layers=5, architecture="glm_moe_dsa")
 DEEPSEEK_V4 = ModelSpec(architecture="deepseek_v4")
 MINIMAX_M3 = ModelSpec(layers=3, architecture="minimax_m3")
 GATED_DELTA = ModelSpec(hybrid="qwen3_5")
-GLM5_NEXT = ModelSpec(layers=8, architecture="glm5_next")
+GLM_FLASH = ModelSpec(layers=8, architecture="glm5_next")
 #: Bytes that models with one latent vector for all heads keep of a token in each layer, at most: in float32, with an
 #: indexer's key if there is one; in int8, packed with a rotary key in bfloat16 and scales, beside a key with its own.
 _LATENT_BYTES = {"deepseek_v2": 576 * 4, "deepseek_v32": (576 + 128) * 4, "glm_moe_dsa": 656 + 130}
@@ -303,7 +303,7 @@ NPU_ONE_STATE = Deployment(
 
 
 def _pooled(tensor_parallel: int = 1) -> ServerSpec:
-    spec = _unverified(on_npu(replace(_peer(GLM5_NEXT, tensor_parallel), dtype="bfloat16")))
+    spec = _unverified(on_npu(replace(_peer(GLM_FLASH, tensor_parallel), dtype="bfloat16")))
     # Its blocks are those of several groups of layers, which share memory.
     return replace(spec, block_size=NPU_STATE_BLOCK, kv_cache_bytes=64 << 20)
 

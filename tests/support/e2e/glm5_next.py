@@ -27,7 +27,7 @@ from tests.support.e2e.architectures import (
 )
 
 #: Tokens that a query attends to besides those of the pool that is open, and tokens of a pool.
-SELECTED = 256
+SELECTED_IN_POOLS = 256
 POOL = 4
 _INDEX_HEADS = 8
 #: The sizes of an indexer's and of KDA's heads: the only ones that NPUs know.
@@ -60,7 +60,7 @@ def _config(layers: int, kv_heads: int) -> dict[str, object]:
         "qk_nope_head_dim": NOPE_SIZE,
         "qk_rope_head_dim": 0,
         "v_head_dim": VALUE_SIZE,
-        "index_topk": SELECTED,
+        "index_topk": SELECTED_IN_POOLS,
         "index_n_heads": _INDEX_HEADS,
         "index_head_dim": _HEAD_SIZE,
         "index_kpool": POOL,

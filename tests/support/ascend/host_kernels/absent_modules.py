@@ -73,7 +73,7 @@ class _AbsentFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if module.__name__ == _OPERATORS:
             module.library = _define_operators()  # type: ignore[attr-defined]  # the operators live as long as it
         elif module.__name__ == "fla_npu.ops.ascendc":
-            libraries, operators = zip(gated_delta.define_operators(), kda.define_operators(), strict=True)
+            libraries, operators = zip(gated_delta.define_operators(), kda.define_kda_operators(), strict=True)
             module.libraries = libraries  # type: ignore[attr-defined]  # the operators live as long as they
             vars(module).update(operators[0] | operators[1])
         elif module.__name__ == "acl.rt":

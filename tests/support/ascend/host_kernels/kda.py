@@ -118,7 +118,7 @@ def chunk_kda_fwd(
     return done
 
 
-def define_operators() -> tuple[Any, dict[str, Callable[..., Any]]]:
+def define_kda_operators() -> tuple[Any, dict[str, Callable[..., Any]]]:
     """Define the operators; returns the library that holds them, and what fla_npu has under their names."""
     library = torch.library.Library("fla_npu", "FRAGMENT")
     for schema in (_RECURRENT, _CHUNKED):
