@@ -33,6 +33,19 @@ TRANSFERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "a plan for 131,072 tokens, TP 2 to 1, layers together", "{:.1f} ms",
         ("planning:BHLNC 131072 tokens TP 2 to 1 fragmented/sum_ms",),
     ),
+    (
+        "a conversation's next turn, of which P pulls what D holds: first token beside P alone, and D alone",
+        "{:.2f} times, {:.2f}", ("reuse:first_token_ratio/not looked for", "reuse:first_token_ratio/D alone"),
+    ),
+    (
+        "`--prefill-from auto`, prompts of 32, 120 and 480 tokens: first token beside the better way",
+        "{:.2f}, {:.2f} and {:.2f} times",
+        ("detour:lengths/32/ratio/p50", "detour:lengths/120/ratio/p50", "detour:lengths/480/ratio/p50"),
+    ),
+    (
+        "2,000 tokens from the pool, beside one contiguous read", "{:.1f} times, TP 2 to 1 {:.1f}",
+        ("pool:ratio/TP 1 to 1", "pool:ratio/TP 2 to 1"),
+    ),
 )  # fmt: skip
 
 

@@ -244,15 +244,19 @@ def test_chats_begin_with_ps_token_where_the_operator_says_that_no_server_has_a_
 def test_a_chat_whose_d_fails_goes_on_as_a_chat(setup: ProxySetup, p: FakeServer, limit: int | None) -> None:
     said = json.dumps({"data": [{"max_model_len": len(PROMPT_IDS) + GREEDY["max_tokens"]}]}).encode()
 
-    async def fails(received: Received, wire: Wire) -> None:
-        await wire.whole(*((200, said) if received.path == "/v1/models" else (500, b"no")))
+    def tells(script: Script) -> Script:
+        async def told(received: Received, wire: Wire) -> None:
+            await (wire.whole(200, said) if received.path == "/v1/models" else script(received, wire))
+
+        return told
 
     async def prefills(received: Received, wire: Wire) -> None:
         await wire.json(200, prefilled(" gr", chat="messages" in received.body))
 
     p.script = prefills
-    failing, other = setup.server(fails), setup.server(goes_on)
-    proxy = setup.proxy([p], [failing, other], legs="in-turn", plain_chats=True)
+    failing, other = setup.server(tells(answers(500, b"no"))), setup.server(tells(goes_on))
+    asked = [failing, other] if limit else [other, failing]  # the first for its models, without a limit
+    proxy = setup.proxy([p], asked, legs="in-turn", plain_chats=True)
     stream = proxy.http.post("/v1/chat/completions", json=A_CHAT | {"max_tokens": limit}).content
     events = [json.loads(one[6:]) for one in stream.split(b"\n\n") if one and one != b"data: [DONE]"]
     assert {one["object"] for one in events} == {"chat.completion.chunk"}

@@ -97,6 +97,8 @@ def test_a_chat_without_a_limit_moves_if_a_server_says_how_much_room_there_is(
         await (wire.json(200, {"data": [{"id": "tiny"}]}) if received.path == "/v1/models" else first(received, wire))
 
     moving = Moving(setup, p, file, first if says_room else silent, second)
+    moving.answer(api=CHAT, max_tokens=None)  # the first such chat, after which the proxy knows
+    moving.servers[1].received.clear()
     answer = moving.drained(first, api=CHAT, max_tokens=None)
     assert text_of(answer) == WHOLE
     assert events_of(answer)[-1]["usage"]["completion_tokens"] == 6

@@ -41,7 +41,7 @@ def test_the_client_is_told_unless_asked_otherwise(
     assert response.status_code == 502
     assert response.json()["error"]["message"] == "a prefill server cannot be reached"
     assert d.received == []
-    assert ALONE not in proxy.http.get("/metrics").text
+    assert f"{ALONE} 0" in proxy.http.get("/metrics").text
 
 
 def test_a_decode_server_computes_the_prompt_and_that_is_counted_and_shown(

@@ -314,7 +314,7 @@ class NamedPrefill:
         reply = self.service.handle(Locate(self.service.engine_id, lease_id))
         if isinstance(reply, NotYet):
             assert isinstance(reply.reply, Error)
-            assert reply.reply.code is ErrorCode.NOT_READY
+            assert reply.reply.code == ErrorCode.NOT_READY
             return None
         assert isinstance(reply, Located)
         return reply

@@ -143,7 +143,7 @@ def test_a_failing_handler_is_logged_answered_and_asked_again(
     for _ in range(3):
         with pytest.raises(PeerRefused, match=r"internal.*'release'.*KeyError") as caught:
             client.request("127.0.0.1", server.port, RELEASE, 5).result()
-        assert caught.value.code is ErrorCode.INTERNAL
+        assert caught.value.code == ErrorCode.INTERNAL
     assert server.counters.handler_failures == 3
     (record,) = caplog.records  # not one a request
     assert "'release'" in record.message
@@ -163,7 +163,7 @@ def test_a_reply_that_cannot_be_sent_is_an_internal_error(
     handler.answer = lambda request: reply
     with pytest.raises(PeerRefused) as caught:
         client.request("127.0.0.1", server.port, HELLO, 5).result()
-    assert caught.value.code is ErrorCode.INTERNAL
+    assert caught.value.code == ErrorCode.INTERNAL
 
 
 def test_a_restarted_server_is_reached_again_on_the_same_port(handler: Handler, impatient: ControlClient) -> None:

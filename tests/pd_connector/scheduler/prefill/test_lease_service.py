@@ -205,7 +205,7 @@ def test_a_message_for_an_engine_that_was_here_before_is_refused_with_both_ids(
 ) -> None:
     with pytest.raises(PeerRefused) as refusal:
         ask(client, endpoint, message)
-    assert refusal.value.code is ErrorCode.UNKNOWN_ENGINE
+    assert refusal.value.code == ErrorCode.UNKNOWN_ENGINE
     for part in ("engine old is not here", endpoint.engine_id, str(endpoint.port), "restarted"):
         assert part in str(refusal.value)
 
