@@ -255,7 +255,7 @@ def test_a_chat_whose_d_fails_goes_on_as_a_chat(setup: ProxySetup, p: FakeServer
 
     p.script = prefills
     failing, other = setup.server(tells(answers(500, b"no"))), setup.server(tells(goes_on))
-    asked = [failing, other] if limit else [other, failing]  # the first for its models, without a limit
+    asked: list[FakeServer | str] = [failing, other] if limit else [other, failing]  # without, the first for its models
     proxy = setup.proxy([p], asked, legs="in-turn", plain_chats=True)
     stream = proxy.http.post("/v1/chat/completions", json=A_CHAT | {"max_tokens": limit}).content
     events = [json.loads(one[6:]) for one in stream.split(b"\n\n") if one and one != b"data: [DONE]"]
