@@ -26,7 +26,7 @@ TRANSFERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ),
     ("layers apart, TP 1 to 2", "{:.1f} times", ("unequal:LBHNC, TP 1 to 2, scattered, planned/ratio",)),
     (
-        "a hybrid's states, likewise", "{:.2f} times, TP 2 to 1 {:.2f}, 1 to 2 {:.2f}",
+        "a hybrid's states, beside one contiguous read", "{:.2f} times, TP 2 to 1 {:.2f}, 1 to 2 {:.2f}",
         ("states:TP 1 to 1/ratio", "states:TP 2 to 1/ratio", "states:TP 1 to 2/ratio"),
     ),
     (
@@ -34,7 +34,7 @@ TRANSFERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         ("planning:BHLNC 131072 tokens TP 2 to 1 fragmented/sum_ms",),
     ),
     (
-        "a conversation's next turn, of which P pulls what D holds: first token beside P alone, and D alone",
+        "first token of the next turn, where P pulls what D holds: beside a P that computes it, beside D alone",
         "{:.2f} times, {:.2f}", ("reuse:first_token_ratio/not looked for", "reuse:first_token_ratio/D alone"),
     ),
     (

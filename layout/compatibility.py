@@ -128,8 +128,8 @@ def check_planes(local: Plane, remote: Plane) -> None:
     if local.tokens_per_row > 1 and max(local.tokens.ranks, remote.tokens.ranks) > 1:
         raise IncompatibleCachesError(
             f"ranks of an engine share the tokens of layer {local.layers[0]!r}, a row of which stands for "
-            f"{local.tokens_per_row} tokens: which rows a rank has is not known; start both with "
-            "--decode-context-parallel-size 1"
+            f"{local.tokens_per_row} tokens: which rows a rank has is not known; start both without "
+            "context parallelism (--decode-context-parallel-size and --prefill-context-parallel-size 1)"
         )
     uneven = [side for side in (local, remote) if side.tokens.ranks > 1 and side.tokens.interleave % side.block_tokens]
     if local.packing and local.tokens != remote.tokens and uneven:

@@ -26,8 +26,8 @@ from pd_proxy.error_answers import LegFailed, Retry
 
 logger = logging.getLogger(__name__)
 
-#: How long what a server has said of its model is believed.
-_ROOM_S = 60.0
+#: How long what a server has said of its model is believed, and how long a request waits for it before its legs.
+_ROOM_S, _ROOM_WAIT_S = 60.0, 5.0
 
 
 class Leg(StrEnum):
@@ -114,10 +114,10 @@ class Servers:
     async def room(self, headers: HeaderList) -> int | None:
         """Return how many tokens a prompt and its answer may have, by what one server says; None: it is not known."""
         if time.monotonic() > self._room_until:
-            with suppress(LegFailed, LookupError, ValueError, TypeError, AttributeError):
-                async with self.request("GET", "/v1/models", headers) as answer:
+            self._room_until = time.monotonic() + _ROOM_S  # also if nobody answers: others do not ask meanwhile
+            with suppress(LegFailed, TimeoutError, LookupError, ValueError, TypeError, AttributeError):
+                async with asyncio.timeout(_ROOM_WAIT_S), self.request("GET", "/v1/models", headers) as answer:
                     models = json.loads(await answer.read())["data"]
-                    self._room_until = time.monotonic() + _ROOM_S
                     self._room = min(room for model in models if (room := model.get("max_model_len")))
         return self._room
 

@@ -49,6 +49,8 @@ class DeviceBlocks:
         is asked for every request in every step; None if vLLM keeps all blocks, or nothing is leased. Before vLLM tells
         its connector of the end, it frees what a window or chunk has passed after the whole prompt. Whoever pulls
         computes the last token of it, which may see a block more.
+
+        Blocks of a request that is preempted before a step has filled them are not found any more.
         """
         self._manager = kv_cache_manager
         self._held = np.zeros(kv_cache_manager.block_pool.num_gpu_blocks, np.int64)
@@ -66,21 +68,22 @@ class DeviceBlocks:
         kv_cache_manager.reset_prefix_cache = prepared_reset
         free = kv_cache_manager.free
 
-        def free_what_is_computed(request: "Request") -> None:
+        def free_and_forget_the_rest(request: "Request") -> None:
             # vLLM names blocks when it schedules the step that fills them. By priority, it may preempt a request of
             # that very step, so that nothing fills them: they could be found all the same.
             if request.status.name == "RUNNING":
                 self._forget_behind(request.request_id, request.num_computed_tokens)
             free(request)
 
-        kv_cache_manager.free = free_what_is_computed
+        kv_cache_manager.free = free_and_forget_the_rest
 
     def _forget_behind(self, request_id: str, tokens: int) -> None:
+        named_tokens = current().named_tokens  # of a block that is not full, too
         named = (
             block.block_id
             for size, blocks in zip(self.block_tokens, self.table(request_id), strict=True)
             for block in islice(blocks, tokens // size, None)
-            if not block.is_null and block.block_hash is not None
+            if not block.is_null and block.block_hash is not None and (named_tokens(block) or tokens + 1) > tokens
         )
         self.forget(set(named))
 

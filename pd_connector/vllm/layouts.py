@@ -115,6 +115,8 @@ def _first_declared() -> _LayoutChoice:
     if core is None:
         raise RuntimeError("no engine core is being constructed, whose workers could be asked")
     workers = core.collective_rpc(worker_layers)
+    if failed := next((worker for worker in workers if isinstance(worker, str)), ""):
+        raise RuntimeError(failed)
     if refused := next((worker.refused for worker in workers if worker.refused), ""):
         return _LayoutChoice(None, refused)
     names = ", ".join(sorted(frozenset.union(*(worker.backends for worker in workers))))
@@ -128,8 +130,19 @@ def _first_declared() -> _LayoutChoice:
     return _LayoutChoice(None, f"{names} takes {', '.join(sorted(declared))} only")
 
 
-def worker_layers(worker: Any) -> WorkerLayers:
-    """Return what the attention layers of a worker take. Called in the worker: the engine core has no layers."""
+def worker_layers(worker: Any) -> WorkerLayers | str:
+    """Return what the attention layers of a worker take, or why that cannot be told.
+
+    Called in the worker: the engine core has no layers. Raises nothing, because behind one worker's error vLLM takes
+    the answers of the others for those to its next call.
+    """
+    try:
+        return _layers(worker)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _layers(worker: Any) -> WorkerLayers:
     from vllm.config import get_layers_from_vllm_config, set_current_vllm_config  # noqa: PLC0415
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase  # noqa: PLC0415
 

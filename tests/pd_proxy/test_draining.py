@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import pd_proxy.draining
+import pd_proxy.servers
 from pd_proxy.apis import CHAT, COMPLETIONS, Api
 from tests.support.examples.fake_servers import (
     NAMED_TRANSFER,
@@ -103,6 +104,21 @@ def test_a_chat_without_a_limit_moves_if_a_server_says_how_much_room_there_is(
     assert text_of(answer) == WHOLE
     assert events_of(answer)[-1]["usage"]["completion_tokens"] == 6
     assert [body["max_tokens"] for body in moving.servers[1].bodies] == ([ROOM - 5] if says_room else [])
+
+
+def test_a_chat_without_a_limit_does_not_wait_for_who_is_silent_about_its_model(
+    setup: ProxySetup, p: FakeServer, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pd_proxy.servers, "_ROOM_WAIT_S", 0.05)
+
+    async def silent(received: Received, wire: Wire) -> None:
+        await (stalls if received.path == "/v1/models" else Decoder("first"))(received, wire)
+
+    moving = Moving(setup, p, file, silent, silent)
+    for _ in range(2):
+        assert text_of(moving.answer(api=CHAT, max_tokens=None)) == WHOLE
+    asked = [received.path for server in moving.servers for received in server.received]
+    assert asked.count("/v1/models") == 1
 
 
 def test_cached_tokens_are_those_of_the_clients_prompt(setup: ProxySetup, p: FakeServer, file: Path) -> None:

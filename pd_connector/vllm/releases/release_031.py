@@ -52,6 +52,7 @@ class Release031(VllmRelease):
     def aligns_rows(self, backend: "type[AttentionBackend]", spec: "KVCacheSpec") -> bool:
         """Return whether block-outer layouts have blocks a whole number of rows apart, for kernels that count these.
 
-        Sparse ones do. vLLM 0.31 aligns blocks for some of them, 0.30 for none.
+        Those of sparse MLA do. vLLM 0.31 aligns blocks for some of them, 0.30 for none.
         """
-        return not backend.is_sparse() or getattr(spec, "block_stride_alignment", None) is not None
+        counts = backend.is_sparse() and backend.is_mla()
+        return not counts or getattr(spec, "block_stride_alignment", None) is not None

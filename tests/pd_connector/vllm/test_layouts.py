@@ -37,7 +37,7 @@ with warnings.catch_warnings():
     from vllm.v1.worker.worker_base import WorkerBase
 
 from pd_connector.vllm import layouts
-from pd_connector.vllm.layouts import log_layout, wanted_layout
+from pd_connector.vllm.layouts import log_layout, wanted_layout, worker_layers
 from pd_connector.vllm.releases.release_030 import Release030
 from pd_connector.vllm.releases.release_031 import Release031
 from tests.support.connector.cpu_layers import OUR_CONNECTOR, cpu_only, layers_config
@@ -232,6 +232,12 @@ class Broken(Worker):
         raise RuntimeError("no model")
 
 
+@pytest.mark.usefixtures("cuda")
+def test_a_worker_answers_whatever_happens() -> None:
+    """Behind its error, vLLM would take the answers of the other workers for those to its next question."""
+    assert worker_layers(Broken(CudaLayer(AnyLayout, dense(64)))) == "RuntimeError: no model"
+
+
 @pytest.mark.parametrize("workers", [(), (Worker, Broken)])
 @pytest.mark.usefixtures("cuda")
 def test_where_the_layers_cannot_be_known_nothing_is_wanted(
@@ -241,7 +247,7 @@ def test_where_the_layers_cannot_be_known_nothing_is_wanted(
     assert (core.wanted() if workers else wanted_layout(core.config)) is None
     (record,) = own(log)
     assert record.levelno == logging.WARNING
-    told = "no model" if workers else "no engine core is being constructed"
+    told = "RuntimeError: no model" if workers else "no engine core is being constructed"
     assert re.search(f"cross-layer KV blocks are off: cannot tell the backends' layouts: {told}", record.getMessage())
 
 
