@@ -135,7 +135,8 @@ class Written:
     def begun(self, answer: Body) -> tuple[str, bytes]:
         """Note a prefill server's one token; return its text, and the events that a stream begins with.
 
-        Both are empty where another server could not go on behind it: it has no text, or is half a character.
+        Both are empty where another server could not go on behind it: it has no text, is half a character, or there is
+        no room for more.
         """
         try:
             (choice,) = answer["choices"]
@@ -144,7 +145,7 @@ class Written:
             prompt = array("I", choice.get("prompt_token_ids") or answer["prompt_token_ids"])
             message = choice["message"] if self._is_chat else {"content": choice["text"]}
             text = message["content"]
-            if not text or text.endswith("\ufffd"):
+            if not text or text.endswith("\ufffd") or 0 < self._room <= len(prompt) + 1:
                 return "", b""
         except _NOT_VLLMS:  # who asks for ids
             return "", b""

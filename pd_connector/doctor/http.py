@@ -15,6 +15,7 @@ from transfer.peers import no_route, resolve
 DEFAULT_PORT = 8000
 _SCHEMES = {"http": 80, "https": 443}
 _MAX_TEXT = 300  # characters of an error's body that are shown
+_QUESTION_S = 10.0  # for a server's answer to a GET, which it gives at once, however busy it is
 #: What a header can carry: a key that was read from a file may end with its line.
 _USABLE_KEY = re.compile(r"[\x21-\x7e]+")
 
@@ -46,10 +47,6 @@ def usable_key(key: str | None) -> str | None:
     if key is not None and not _USABLE_KEY.fullmatch(key):
         raise ValueError("the API key has blanks, line ends or characters beyond ASCII, which no header can carry")
     return key
-
-
-#: For a server's answer to a GET, which it gives at once, however busy it is.
-_QUESTION_S = 10.0
 
 
 class HttpServer:

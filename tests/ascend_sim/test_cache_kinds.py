@@ -125,21 +125,12 @@ class TestQuantisedIndexers:
     @on_all
     def test_a_second_turn_pulls_the_rest(self, pair: Pair) -> None:
         prompt, expected = pair.prompt_and_answer(3 * NPU_BLOCK_SIZE + 40, "turns")
-        pair.disaggregate(prompt[: 2 * NPU_BLOCK_SIZE + 9])
-        with pair.traffic() as traffic:
-            completion = pair.disaggregate(prompt)
-        held = 2 * NPU_BLOCK_SIZE
-        assert (traffic.source("local_cache_hit"), traffic.source("local_compute")) == (held, 1)
-        assert traffic.source("external_kv_transfer") == len(prompt) - 1 - held
-        assert_same_output(completion, expected)
+        pair.assert_pulls_behind(prompt[: 2 * NPU_BLOCK_SIZE + 9], prompt, expected)
 
     @on_all
     def test_both_legs_at_once(self, pair: Pair) -> None:
         prompt, expected = pair.prompt_and_answer(700, "legs")
-        with pair.traffic() as traffic:
-            legs = Router(pair).send(prompt, decode_first_s=0.3)
-        assert (traffic.source("external_kv_transfer"), traffic.failures()) == (len(prompt) - 1, 0)
-        assert_same_output(legs.decode, expected)
+        Router(pair).assert_right(prompt, decode_first_s=0.3, expected=expected)
 
     @on_pairs(of_one_stage)
     @pytest.mark.parametrize("part", ["mla_latent", "mla_rope", "mla_scale", "index", "part1"])

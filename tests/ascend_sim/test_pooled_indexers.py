@@ -37,21 +37,12 @@ class TestPooledIndexers:
     def test_the_next_turn_pulls_only_what_is_new(self, pair: Pair) -> None:
         """Both servers find its beginning, up to the last border before it ended."""
         prompt, expected = pair.prompt_and_answer(4 * NPU_STATE_BLOCK + 2, "turns")
-        pair.disaggregate(prompt[:700])
-        with pair.traffic() as traffic:
-            completion = pair.disaggregate(prompt)
-        held = 700 // NPU_STATE_BLOCK * NPU_STATE_BLOCK
-        assert (traffic.source("local_cache_hit"), traffic.source("local_compute")) == (held, 1)
-        assert traffic.source("external_kv_transfer") == len(prompt) - 1 - held
-        assert_same_output(completion, expected)
+        pair.assert_pulls_behind(prompt[:700], prompt, expected)
 
     @pairs(FEWER)
     def test_both_legs_at_once(self, pair: Pair) -> None:
         prompt, expected = pair.prompt_and_answer(900, "legs")
-        with pair.traffic() as traffic:
-            legs = Router(pair).send(prompt, decode_first_s=0.3)
-        assert (traffic.source("external_kv_transfer"), traffic.failures()) == (len(prompt) - 1, 0)
-        assert_same_output(legs.decode, expected)
+        Router(pair).assert_right(prompt, decode_first_s=0.3, expected=expected)
 
     @pairs(FEWER)
     @pytest.mark.parametrize(

@@ -69,6 +69,12 @@ def test_behind_several_tokens_an_answer_stays_because_the_last_may_be_half() ->
     assert written.rest()["prompt"] == [*PROMPT_IDS, 10, 11, 12, 13]
 
 
+@pytest.mark.parametrize(("room", "text"), [(4, ""), (5, "a")])
+def test_nobody_goes_on_behind_a_token_that_fills_the_room(room: int, text: str) -> None:
+    answer = {"choices": [{"message": {"content": "a"}, "token_ids": [5]}], "prompt_token_ids": PROMPT_IDS}
+    assert Written(CHAT, {}, room).begun(answer)[0] == text
+
+
 @pytest.mark.parametrize("token", [-1, 2**32, "1"])
 def test_nobody_goes_on_behind_ids_that_no_vocabulary_has(token: object) -> None:
     choice = {"text": "a", "token_ids": [token], "prompt_token_ids": [1]}

@@ -81,11 +81,10 @@ of the classes below. Any MessagePack library can speak the protocol. Unknown ke
 Reliability. Each request is idempotent and answered. The client resends it with the same ``message_id`` until the reply
 comes or the timeout expires. Messages may be lost, repeated, late or reordered.
 
-Errors. A request that cannot be served is answered with ``error``, whose ``code`` is one of ``ErrorCode``,
-or one of a later version. A frame that
-is not a well-formed message is counted and dropped, or answered with ``error`` if its ``message_id`` is readable. Every
-request carries the engine id that the client expects: a restarted engine has a new id and answers ``unknown_engine``.
-Only who asks for a transfer by its name, or for a prefix, may leave it empty.
+Errors. A request that cannot be served is answered with ``error``, whose ``code`` is one of ``ErrorCode``, or one of a
+later version. A frame that is not a well-formed message is counted and dropped, or answered with ``error`` if its
+``message_id`` is readable. Every request carries the engine id that the client expects: a restarted engine has a new id
+and answers ``unknown_engine``. Only who asks for a transfer by its name, or for a prefix, may leave it empty.
 """
 
 from enum import StrEnum

@@ -12,6 +12,7 @@ from vllm.v1.request import Request, RequestStatus
 from pd_connector.vllm.device_blocks import DeviceBlocks, may_hold
 from tests.support.host_tier.cases import said
 from tests.support.host_tier.setup import Setup, make_manager, make_request
+from tests.support.releases import INSTALLED
 
 
 def computed(setup: Setup, manager: KVCacheManager, name: str, tokens: tuple[int, ...]) -> Request:
@@ -75,6 +76,19 @@ def test_what_a_step_does_not_compute_after_all_is_not_found() -> None:
     assert manager.allocate_slots(request, 16)
     manager.free(request)
     assert manager.get_computed_blocks(make_request(setup, "s", said(24)))[1] == 8
+
+
+@pytest.mark.skipif(INSTALLED < (0, 30), reason="vLLM 0.23 names whole blocks only")
+def test_what_was_computed_of_a_block_that_is_not_full_stays_found() -> None:
+    setup = Setup(groups=((8, 0), (4, 8)), device_blocks=32)
+    manager, holder = make_manager(setup, drafts=True, hash_tokens=4), DeviceBlocks()
+    holder.bind(manager)
+    request = computed(setup, manager, "r", said(21))
+    request.status = RequestStatus.RUNNING
+    last = manager.get_blocks("r").blocks[0][-1]
+    assert last.block_hash is not None, "vLLM has named a block of 5 tokens"
+    manager.free(request)
+    assert last.block_hash is not None
 
 
 @pytest.mark.parametrize("fault", [RuntimeError("dictionary changed size during iteration"), StopIteration()])

@@ -79,7 +79,9 @@ class Router:
         self.wait_for("complete", number=len(prompts), since=before)
         assert self.transfers().get("restarted", 0.0) > before.get("restarted", 0.0)
 
-    def assert_right(self, prompt: AnyPrompt, *, decode_first_s: float = 0.0, hit: int = 0) -> Traffic:
+    def assert_right(
+        self, prompt: AnyPrompt, *, decode_first_s: float = 0.0, hit: int = 0, expected: Completion | None = None
+    ) -> Traffic:
         """A prompt of which the decode server holds ``hit`` tokens is pulled, and gives the right output."""
         with self.pair.traffic() as traffic:
             legs = self.send(prompt, decode_first_s=decode_first_s)
@@ -89,7 +91,7 @@ class Router:
         assert traffic.source("local_compute") == 1
         assert traffic.pulled("pulls") == self.pair.decode_ranks
         assert (traffic.leases("granted"), traffic.leases("released")) == (1, 1)
-        self.pair.assert_right(legs.decode, prompt)
+        self.pair.assert_right(legs.decode, prompt, expected)
         return traffic
 
     def wait_for(self, *events: str, number: float = 1.0, since: Mapping[str, float]) -> None:

@@ -194,7 +194,7 @@ class Pair:
         """
         self.assert_pulls_behind(prompt[:computed_before], prompt)
 
-    def assert_pulls_behind(self, before: AnyPrompt, prompt: AnyPrompt) -> None:
+    def assert_pulls_behind(self, before: AnyPrompt, prompt: AnyPrompt, expected: Completion | None = None) -> None:
         """The same where the decode server has seen ``before``, a prompt that ``prompt`` begins with."""
         self.disaggregate(before)
         with self.traffic() as traffic:
@@ -204,7 +204,7 @@ class Pair:
         assert traffic.source("external_kv_transfer") == len(prompt) - 1 - held
         assert traffic.source("local_compute") == 1
         assert traffic.pulled("pull_tokens") == (len(prompt) - 1 - held) * self.decode_ranks
-        self.assert_right(completion, prompt)
+        self.assert_right(completion, prompt, expected)
 
     def assert_next_turn_pulls_the_rest(self, turn: list[int], computed_before: int, border_tokens: int) -> None:
         """Of a turn whose first tokens both servers have seen, each finds those up to the last border of states."""
@@ -218,10 +218,10 @@ class Pair:
         assert traffic.prefill is not None
         assert traffic.prefill.prompt_tokens("local_cache_hit") == held
 
-    def assert_right(self, completion: Completion, prompt: AnyPrompt) -> None:
-        """The tokens and logprobs are those that the decode server computes from the prompt by itself."""
+    def assert_right(self, completion: Completion, prompt: AnyPrompt, expected: Completion | None = None) -> None:
+        """The tokens and logprobs are those ``expected``, or that the decode server computes from the prompt itself."""
         assert completion.status == 200, completion.body
-        assert_same_output(completion, self.decode.client.compute(prompt, len(completion.tokens)))
+        assert_same_output(completion, expected or self.decode.client.compute(prompt, len(completion.tokens)))
 
     @contextmanager
     def traffic(self) -> Iterator[Traffic]:
