@@ -25,7 +25,7 @@ from tests.support.connector.engines import MODEL, OURS, THEIRS, DecodeWorker, P
 from tests.support.devices.shared_devices import SharedDevices
 from tests.support.engine.ipc_engines import FakeIpcEngine
 from tests.support.layout.oracle import Engine, build
-from tests.support.waiting import ManualClock, until
+from tests.support.waiting import ManualClock, holds_for, until
 
 TOKENS = range(16, 69)
 #: Its blocks in scratch memory: the first is not asked for.
@@ -124,8 +124,7 @@ def test_what_is_computed_here_is_not_read_before_the_device_has_written_it(site
     each.role.execute(Orders(canaries=(canary_order(p),)))
     each.role.execute(Orders(references=(COMPUTED,)))
     until(lambda: p.leases.active == 0)
-    for _ in range(3):
-        assert each.role.take_report().canaries == {}
+    holds_for(lambda: each.role.take_report().canaries == {}, 0.5)
     each.worker.rank.fill(tables(OURS))
     late.passed.return_value = True
     assert each.end().difference == ""
