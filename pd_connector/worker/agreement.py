@@ -37,6 +37,9 @@ _CPU_PACKING = "cpu-"
 
 #: Places of a token that are usually smaller than this share of the others are measured by the others: they are noise.
 _LEAST_USUAL = 0.1
+#: What is usual at a place counts the median place as so many tokens more: one or two tokens, or the heads of a state
+#: that a rank has, may be near zero there by chance, where rounding would be a large share of them.
+_MEDIAN_TOKENS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,14 +279,17 @@ def _values(sample: Sample) -> tuple[FloatArray, FloatArray]:
 
 
 def _scaled(computed: FloatArray, pulled: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Return both sides in units of what is usual at each place of a token (its root mean square over the tokens).
+    """Return both sides in units of what is usual at each place of a token: about its root mean square over the tokens.
 
     A few places are often a hundred times larger than all others, because K has a bias there. They say nothing of the
     weights, and would hide what the others say. What is not a number on both sides is 0, on one side NaN.
     """
     odd = ~np.isfinite(computed), ~np.isfinite(pulled)
     sides = tuple(np.where(odd[0] & odd[1], 0.0, side) for side in (computed, pulled))
-    usual = np.maximum(*(np.sqrt((np.where(odd[0] | odd[1], 0.0, side) ** 2).mean(axis=0)) for side in sides))
+    squares = np.maximum(*((np.where(odd[0] | odd[1], 0.0, side) ** 2).sum(axis=0) for side in sides))
+    tokens = len(computed)
+    squares += _MEDIAN_TOKENS / tokens * np.median(squares)
+    usual = np.sqrt(squares / (tokens + _MEDIAN_TOKENS))
     usual = np.maximum(usual, _LEAST_USUAL * np.median(usual))
     usual[usual == 0] = 1.0
     ours, theirs = (np.where(odd[0] ^ odd[1], np.nan, side) / usual for side in sides)
