@@ -34,15 +34,21 @@ def said(test: str) -> list[str]:
     return [name.strip() for names in lists for name in names.split(",")]
 
 
+@cache
+def needed(module: str) -> tuple[str, ...]:
+    """The modules of the packages and of the tests that one imports."""
+    return tuple(name for name in imports(module) if name.partition(".")[0] in (*PACKAGES, "tests") and is_module(name))
+
+
 def loaded(test: str) -> set[str]:
     """The modules of this project that a test module needs, and what they need."""
-    package = test.rpartition(".")[0]
-    waiting, found = [test, f"{package}.conftest"], set()
+    conftest = f"{test.rpartition('.')[0]}.conftest"
+    waiting, found = [test, *([conftest] if is_module(conftest) else [])], set()
     while waiting:
         module = waiting.pop()
-        if module not in found and is_module(module):
+        if module not in found:
             found.add(module)
-            waiting += [name for name in imports(module) if name.partition(".")[0] in (*PACKAGES, "tests")]
+            waiting += needed(module)
     return found
 
 

@@ -132,7 +132,7 @@ def test_every_byte_arrives_between_blocks_of_unequal_sizes(sizes: tuple[int, in
 
 
 @pytest.mark.thorough
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_any_ranges_of_any_engines_arrive(data: st.DataObject) -> None:
     sides = []

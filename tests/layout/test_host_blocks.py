@@ -91,7 +91,7 @@ def trips(draw: st.DrawFn) -> tuple[Device, list[RoundTrip]]:
 
 
 @pytest.mark.thorough
-@settings(max_examples=300, deadline=None, derandomize=True, database=None, suppress_health_check=[*HealthCheck])
+@settings(max_examples=100, deadline=None, derandomize=True, database=None, suppress_health_check=[*HealthCheck])
 @given(trips(), st.integers(0, 9))
 def test_a_block_comes_back_from_its_slot_into_any_other_block(trip: tuple[Device, list[RoundTrip]], seed: int) -> None:
     device, pairs = trip
@@ -437,7 +437,7 @@ def test_kernel_blocks_that_do_not_divide_a_block_are_refused() -> None:
     sizes=st.lists(st.integers(1, 6), min_size=4, max_size=4),
     blocks=st.integers(1, 6),
 )
-@settings(max_examples=400, deadline=None, derandomize=True, database=None)
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
 def test_a_geometry_is_refused_if_and_only_if_a_byte_has_two_owners(
     starts: list[int], strides: list[int], sizes: list[int], blocks: int
 ) -> None:

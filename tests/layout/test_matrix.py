@@ -36,7 +36,7 @@ LAYOUT_PAIRS = (*product(LAYOUTS, LAYOUTS),)
 LAYOUT_PAIR = st.sampled_from(LAYOUT_PAIRS)
 every_layout_pair = pytest.mark.parametrize("layouts", LAYOUT_PAIRS, ids="-".join)
 #: Each example has layouts of its own, and engines: those of a parametrized test are the same for every pair.
-any_layouts = settings(thorough, max_examples=48)
+any_layouts = settings(thorough, max_examples=24)
 
 
 # Exhaustive: who holds what, and in blocks of what size.
@@ -193,7 +193,7 @@ def _mla(data: st.DataObject, layouts: tuple[str, str], cases: Counter[str]) -> 
 
 
 @pytest.mark.thorough
-@settings(any_layouts, max_examples=24)
+@settings(any_layouts, max_examples=12)
 @given(layouts=LAYOUT_PAIR, data=st.data())
 def test_the_unequal_parts_of_mla_arrive_from_one_of_the_replicas(
     layouts: tuple[str, str], data: st.DataObject, cases: Counter[str]

@@ -44,7 +44,7 @@ from tests.support.waiting import until
 ANSWER = {"choices": [{"text": " the answer"}]}
 
 
-@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("named", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_no_request_of_a_burst_of_1000_fails(p: FakeServer, d: FakeServer, named: bool) -> None:
     p.script = prefills_by_name if named else prefills
     with ProxyProcess(["-m", "pd_proxy", "--prefill", p.url, "--decode", d.url]) as proxy:

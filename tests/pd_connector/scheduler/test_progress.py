@@ -246,16 +246,16 @@ class DeploymentWithCheckpointsAndDrafts(DeploymentWithBorderStatesInHostMemory)
 
 
 #: How many examples of each are made in every run.
-EXAMPLES: dict[type[Deployment], int] = {Deployment: 35, DeploymentWithHostMemory: 35}
+EXAMPLES: dict[type[Deployment], int] = {Deployment: 15, DeploymentWithHostMemory: 15}
 if INSTALLED >= (0, 30):  # states of recurrent layers
     EXAMPLES |= {
-        DeploymentWithStates: 15,
-        DeploymentWithBorderStates: 20,
-        DeploymentWithBorderStatesInHostMemory: 15,
-        DeploymentWithStatesOfDrafts: 10,
+        DeploymentWithStates: 7,
+        DeploymentWithBorderStates: 9,
+        DeploymentWithBorderStatesInHostMemory: 7,
+        DeploymentWithStatesOfDrafts: 5,
     }
 if INSTALLED >= (0, 32):
-    EXAMPLES |= {DeploymentWithCheckpoints: 20, DeploymentWithCheckpointsAndDrafts: 15}
+    EXAMPLES |= {DeploymentWithCheckpoints: 9, DeploymentWithCheckpointsAndDrafts: 7}
 every_machine = pytest.mark.parametrize("machine", EXAMPLES, ids=lambda machine: machine.__name__)
 
 
@@ -272,4 +272,4 @@ def test_every_request_ends_in_time(machine: type[Deployment]) -> None:
 @pytest.mark.timeout(1800)
 @every_machine
 def test_every_request_ends_in_time_in_many_more_runs(machine: type[Deployment]) -> None:
-    run(machine, 10 * EXAMPLES[machine])
+    run(machine, 20 * EXAMPLES[machine])

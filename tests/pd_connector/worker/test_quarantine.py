@@ -106,7 +106,7 @@ FAULTS = st.one_of(st.none(), st.builds(Fault, settled=st.booleans(), landed=st.
 
 
 @pytest.mark.thorough
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     faults=st.lists(FAULTS, min_size=8, max_size=8),
     steps=st.lists(st.one_of(st.just("collect"), st.integers(1, 5)), max_size=12),

@@ -8,8 +8,9 @@ parameters of what is called. What ``getattr`` asks for is optional, and is not 
 import ast
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 
-from tests.support.sources import source_tree
+from tests.support.sources import source_file, source_tree
 from tests.support.vllm_names.sources import ENUM, parameters_of
 from tests.support.vllm_names.table import Fact, Names, TypeName, canonical
 
@@ -46,6 +47,30 @@ class Missing:
         return f"{self.where}: {self.what}"
 
 
+@cache
+def _read(module: str) -> tuple[ast.Module, frozenset[int]]:
+    """Return a module's tree, and the ids of the nodes that only type checkers read; nothing, if vLLM is not in it.
+
+    It is read once for all releases.
+    """
+    if "vllm" not in source_file(module).read_text():
+        return ast.Module([], []), frozenset()
+    tree = source_tree(module)
+    guards = (each for each in ast.walk(tree) if isinstance(each, ast.If) and _is_for_types(each))
+    return tree, frozenset(id(node) for guard in guards for statement in guard.body for node in ast.walk(statement))
+
+
+def _is_for_types(guard: ast.If) -> bool:
+    return isinstance(guard.test, ast.Name) and guard.test.id == "TYPE_CHECKING"
+
+
+def _is_of_vllm(node: ast.expr) -> bool:
+    """Whether an expression is a dotted name that begins with vLLM's."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return isinstance(node, ast.Name) and node.id == "vllm"
+
+
 @dataclass
 class _OwnClass:
     """Types of the attributes and methods of one of our classes."""
@@ -65,14 +90,7 @@ class ModuleUses:
     _narrowed: dict[str, TypeName] = field(default_factory=dict)  # of the function that is being read
 
     def __post_init__(self) -> None:
-        self.tree = source_tree(self.name)
-        self._types_only = {
-            id(node)
-            for guard in ast.walk(self.tree)
-            if isinstance(guard, ast.If) and "TYPE_CHECKING" in ast.unparse(guard.test)
-            for statement in guard.body
-            for node in ast.walk(statement)
-        }
+        self.tree, self._types_only = _read(self.name)
         self._lent = {"pd_connector.vllm.types"}
 
     def missing(self, skipped: frozenset[str] = frozenset()) -> list[Missing]:
@@ -226,8 +244,7 @@ class ModuleUses:
         """Return the name of vLLM that an expression stands for: an imported one, or a dotted one."""
         if isinstance(node, ast.Name):
             return "" if node.id in scope else self._imported(node.id)
-        text = ast.unparse(node)
-        return text if text.startswith("vllm.") and self.names.fact(text) is not None else ""
+        return text if _is_of_vllm(node) and self.names.fact(text := ast.unparse(node)) is not None else ""
 
     def _call(
         self,
@@ -237,17 +254,17 @@ class ModuleUses:
         own: _OwnClass | None,
         where: str | None,
     ) -> TypeName:
-        fact, name, bound = None, ast.unparse(function), False
+        fact, name, bound = None, "", False
         if isinstance(function, ast.Name):
             name = self._imported(function.id) if function.id not in scope else ""
             fact = self.names.fact(name) if name else None
         elif isinstance(function, ast.Attribute):
             receiver = function.value
-            if ast.unparse(receiver) == "super()":
+            if isinstance(receiver, ast.Call) and isinstance(receiver.func, ast.Name) and receiver.func.id == "super":
                 return ""
             bound = bool(self._type(receiver, scope, own, None)) or self._is_class(receiver, scope)
-            fact = self._attribute(receiver, function.attr, scope, own, None)
-            name = f"{self._origin(receiver, scope) or ast.unparse(receiver)}.{function.attr}"
+            if fact := self._attribute(receiver, function.attr, scope, own, None):
+                name = f"{self._origin(receiver, scope) or ast.unparse(receiver)}.{function.attr}"
         if fact is None:
             return ""
         if fact.kind == "class":
@@ -290,7 +307,8 @@ class ModuleUses:
             each.args[0].id: self._annotated(each.args[1])  # whichever branch it is: the narrower type has more
             for each in ast.walk(node)
             if isinstance(each, ast.Call)
-            and ast.unparse(each.func) == "isinstance"
+            and isinstance(each.func, ast.Name)
+            and each.func.id == "isinstance"
             and isinstance(each.args[0], ast.Name)
         }
         scope |= self._narrowed
@@ -313,7 +331,7 @@ class ModuleUses:
                 if where != self.name:  # a function in a function
                     self._visit_body(node.body, where, scope | self._parameters(node), own)
                 return
-            case ast.If() if "TYPE_CHECKING" in ast.unparse(node.test):
+            case ast.If() if _is_for_types(node):
                 return
             case ast.Assign(targets=[ast.Name(id=name)], value=value) if name not in self._narrowed:
                 scope[name] = self._type(value, scope, own, None)

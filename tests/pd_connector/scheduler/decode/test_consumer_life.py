@@ -137,4 +137,4 @@ class ConsumerLife(RuleBasedStateMachine):
 
 
 TestConsumerLife = ConsumerLife.TestCase
-TestConsumerLife.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestConsumerLife.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)

@@ -114,7 +114,7 @@ every_group = pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
 @pytest.mark.thorough
 @every_group
 def test_what_lands_is_what_is_loaded_and_no_slot_is_lost_whatever_happens(groups: tuple[tuple[int, int], ...]) -> None:
-    run(groups, 60)
+    run(groups, 40)
 
 
 @pytest.mark.slow

@@ -127,5 +127,5 @@ class PrefixMachine(RuleBasedStateMachine):
         assert ended <= {"finished", "aborted", "failed"}
 
 
-PrefixMachine.TestCase.settings = hypothesis_settings(max_examples=40, stateful_step_count=40, deadline=None)
+PrefixMachine.TestCase.settings = hypothesis_settings(max_examples=20, stateful_step_count=40, deadline=None)
 TestPrefixes = PrefixMachine.TestCase

@@ -249,7 +249,7 @@ def run(model: str, examples: int) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("model", MODELS)
 def test_never_a_wrong_byte_and_nothing_kept_for_ever(model: str) -> None:
-    run(model, 25)
+    run(model, 16)
 
 
 @pytest.mark.slow

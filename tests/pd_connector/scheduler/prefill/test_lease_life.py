@@ -250,4 +250,4 @@ class LeaseLife(RuleBasedStateMachine):
 
 
 TestLeaseLife = LeaseLife.TestCase
-TestLeaseLife.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestLeaseLife.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)

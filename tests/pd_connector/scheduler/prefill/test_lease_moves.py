@@ -362,7 +362,7 @@ class Course:
 
 
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
-@settings(max_examples=200, deadline=None, derandomize=True, database=None, suppress_health_check=[*HealthCheck])
+@settings(max_examples=100, deadline=None, derandomize=True, database=None, suppress_health_check=[*HealthCheck])
 @given(st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 11)), max_size=80))
 def test_no_valid_read_is_wrong_and_no_block_is_lost_whatever_happens(
     groups: tuple[tuple[int, int], ...], actions: list[tuple[str, int]]

@@ -74,7 +74,7 @@ def copier_of(*memories: OnDevice) -> tuple[KernelCopier, Launches]:
 
 
 @pytest.mark.thorough
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=20)
 @given(batches())
 def test_random_runs_equal_slices_in_numpy(device: torch.device, batch: Batch) -> None:
     source = OnDevice(noise(batch.source_bytes + 16, 1), device)
