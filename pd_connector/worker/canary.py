@@ -231,6 +231,7 @@ class CanaryPulls(WorkerRole):
             UnsettledReadError: nothing proves that the reads of a pull write no more.
         """
         if not self._open:
+            self._pulls.close_idle()  # a session that had not quite ended when its last canary did
             return Report()
         for end in self._pulls.take_ends():
             self._open[end.request_id].end = end

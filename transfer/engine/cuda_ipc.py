@@ -211,8 +211,14 @@ class CudaIpcEngine(TransferEngine):
     def close_soon(self, link: "CudaIpcLink") -> None:
         """Close a link on another thread, as soon as possible."""
         with self._lock:
-            if not self._closed:
-                self._abandoned.submit(link.close).add_done_callback(partial(_log_failure, link.name))
+            if self._closed:
+                return
+            try:
+                closing = self._abandoned.submit(link.close)
+            except RuntimeError as error:  # no thread can be started: the link is stale, and its owner closes it
+                logger.warning("the memory of %s stays taken until its link is closed: %s", link.name, error)
+                return
+        closing.add_done_callback(partial(_log_failure, link.name))
 
     def forget(self, link: "CudaIpcLink") -> None:
         """Remove a link that has closed and settled."""

@@ -113,6 +113,8 @@ class MooncakeLink(Link):
         deadline = started + self._options.connect_timeout_s
         while thread.is_alive() and time.monotonic() < deadline and not self._closing.is_set():
             thread.join(min(0.05, max(deadline - time.monotonic(), 0.0)))
+        if answers:  # at the last moment: only the thread has not ended yet
+            thread.join()
         if thread.is_alive():
             answers.append("closed here" if self._closing.is_set() else "accepts connections but does not answer")
         reason = answers[0] if answers else "the call to it failed"

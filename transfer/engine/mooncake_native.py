@@ -403,7 +403,12 @@ def _own_sockets(*, listening_port: int = 0, remote_port: int = 0) -> Iterator[s
         return
     for entry in os.listdir("/proc/self/fd"):
         try:
-            if os.readlink(f"/proc/self/fd/{entry}") in inodes:
-                yield socket.socket(fileno=os.dup(int(entry)))
+            if os.readlink(f"/proc/self/fd/{entry}") not in inodes:
+                continue
+            duplicate = os.dup(int(entry))
         except OSError:
             continue  # closed in the meantime
+        if f"socket:[{os.fstat(duplicate).st_ino}]" in inodes:
+            yield socket.socket(fileno=duplicate)
+        else:
+            os.close(duplicate)  # closed in the meantime, and its number is another file's

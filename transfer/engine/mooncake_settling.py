@@ -70,14 +70,12 @@ class Settling:
         """Watch ``leftover`` until it is final."""
         with self._lock:
             self._leftovers.append(leftover)
-            if self._thread is None and not self._stopping.is_set():
-                thread = threading.Thread(target=self._run, name="pd-settling", daemon=True)
-                thread.start()  # it waits for the lock before it ends
-                self._thread = thread
+            self._start()
 
     def check(self, address: str) -> None:
         """Raise ReadFailed if reads from the peer at ``address`` have failed and not settled."""
         with self._lock:
+            self._start()
             if any(leftover.address == address for leftover in self._leftovers):
                 reason = f"{address} is not opened or read now: earlier reads from it have failed and not settled"
                 raise ReadFailed(reason, settled=True)
@@ -97,10 +95,18 @@ class Settling:
         for leftover in leftovers:
             leftover.end()
 
+    def _start(self) -> None:
+        """Start the thread if it is needed. If the system has none left, the next ``check`` does. Holds the lock."""
+        if self._leftovers and self._thread is None and not self._stopping.is_set():
+            thread = threading.Thread(target=self._run, name="pd-settling", daemon=True)
+            with suppress(RuntimeError):
+                thread.start()  # it waits for the lock before it ends
+                self._thread = thread
+
     def _run(self) -> None:
         try:
             self._watch()
-        finally:  # if something was raised, the next leftover starts another thread
+        finally:  # if something was raised, the next leftover or check starts another thread
             with self._lock:
                 if self._thread is threading.current_thread():
                     self._thread = None

@@ -21,6 +21,7 @@ from pd_connector.worker.pulls import Pulls
 from pd_connector.worker.quarantine import HeldRead, UnsettledPull, UnsettledReadError
 from pd_connector.worker.remote_reader import RemoteReader
 from pd_connector.worker.same_host import TwoWayEngine
+from pd_connector.worker.session import PeerSession
 from tests.support.connector.engines import MODEL, OURS, THEIRS, DecodeWorker, PrefillEngine, Site, an_order, tables
 from tests.support.devices.shared_devices import SharedDevices
 from tests.support.engine.ipc_engines import FakeIpcEngine
@@ -192,6 +193,17 @@ def test_a_pull_that_fails_says_why_and_what_comes_later_is_ignored(site: Site) 
     each.role.execute(Orders(references=(COMPUTED,)))
     each.role.check_integrity()
     assert each.role.take_report().canaries == {}
+
+
+def test_a_session_that_ends_after_its_last_canary_is_closed(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pull tells how it has ended before its lane is idle."""
+    p, each = site.prefill(), checked(site, site.decode()[0])
+    each.role.execute(Orders(canaries=(canary_order(p, lease_id="another"),)))
+    with monkeypatch.context() as patch:
+        patch.setattr(PeerSession, "idle", property(lambda _: False))
+        each.end()
+    assert each.role._pulls._sessions
+    until(lambda: not (each.role.take_report().canaries or each.role._pulls._sessions))
 
 
 def test_a_change_of_the_model_ends_what_was_known_of_peers(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

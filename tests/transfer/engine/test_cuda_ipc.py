@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import msgspec
 import numpy as np
@@ -263,6 +263,16 @@ def test_an_abandoned_link_lets_go_of_the_memory(world: World) -> None:
     assert link.settled
     with pytest.raises(ReadFailed, match="closed"):
         world.read(link)
+
+
+def test_a_link_that_no_thread_can_close_is_stale_and_closed_by_its_owner(world: World) -> None:
+    link = world.open()
+    with patch.object(world.reader._abandoned, "submit", side_effect=RuntimeError("can't start new thread")):
+        link.abandon()
+    assert link.is_stale
+    assert world.mapped
+    link.close()
+    assert not world.mapped
 
 
 def test_a_read_ends_when_its_link_is_abandoned(world: World) -> None:

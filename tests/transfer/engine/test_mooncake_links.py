@@ -1,5 +1,6 @@
 """Both kinds of links over Mooncake: when what a failed read or proof leaves behind ends. No byte is moved."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -125,6 +126,27 @@ def test_a_link_with_its_own_engine_is_stale_if_it_was_idle_for_long(
         with suppress(ReadFailed):
             use()
         assert not own.link.is_stale
+
+
+def test_a_peer_that_answers_at_the_last_moment_has_answered(own: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    class StillEnding(threading.Thread):
+        """Has done its work, and waits for the interpreter to end."""
+
+        ended = False
+
+        def join(self, timeout: float | None = None) -> None:
+            super().join(timeout)
+            self.ended = self.ended or timeout is None
+
+        def is_alive(self) -> bool:
+            return not self.ended
+
+    monkeypatch.setattr(mooncake_links.threading, "Thread", StillEnding)
+    monkeypatch.setattr(MooncakeLink, "_meet", lambda *_: "")
+    link = own.engine.open("127.0.0.1:15002", [THEIRS], IDENTITY)
+    assert not link.is_stale
+    own.natives[-1].interrupt.assert_not_called()
+    link.read(even_copies(own.memory.region, THEIRS, 4, 4096), 1.0)
 
 
 def test_a_failed_read_over_an_own_engine_settles_after_that_is_deleted(own: World) -> None:

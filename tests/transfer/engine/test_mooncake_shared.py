@@ -138,8 +138,10 @@ def test_leftovers_are_watched_by_another_thread_if_one_could_not_start_or_has_d
     leftovers = [Leftover("host:1", [Batch(raises=number == 1)], partial(ended.append, number)) for number in range(3)]
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", _cannot_start)
-        with pytest.raises(RuntimeError, match="can't start"):
-            settling.add(leftovers[0])
+        settling.add(leftovers[0])
+    with pytest.raises(ReadFailed, match="have failed and not settled"):
+        settling.check("host:1")
+    until(lambda: ended == [0], "the next look at the peer has started the thread")
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     settling.add(leftovers[1])
     until(lambda: settling._thread is None)

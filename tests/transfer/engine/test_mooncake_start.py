@@ -4,10 +4,13 @@ Covers: transfer.engine.rdma, transfer.engine.mooncake_limits.
 """
 
 import importlib
+import os
+import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from unittest.mock import patch
 
 import pytest
 
@@ -274,3 +277,21 @@ def test_a_library_that_is_missing_is_named_with_the_way_to_install_it(
     with pytest.raises(EngineStartError, match=way_out) as failure:
         MooncakeEngine(MooncakeOptions("127.0.0.1"))
     assert str(error) in str(failure.value)
+
+
+def test_a_descriptor_that_is_given_to_another_file_meanwhile_is_left_alone() -> None:
+    """Between the look at it and the duplicate, another thread closes it, and a third opens a file."""
+    reading, writing = os.pipe()
+    duplicate = os.dup
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port, open_files = listener.getsockname()[1], os.listdir("/proc/self/fd")
+        found = []
+        for own in mooncake_native._own_sockets(listening_port=port):
+            found.append(own.getsockname())
+            own.close()
+        assert found == [listener.getsockname()]
+        with patch.object(mooncake_native.os, "dup", lambda _: duplicate(reading)):
+            assert list(mooncake_native._own_sockets(listening_port=port)) == []
+        assert len(os.listdir("/proc/self/fd")) == len(open_files)
+    os.close(reading)
+    os.close(writing)

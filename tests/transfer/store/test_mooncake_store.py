@@ -1,6 +1,7 @@
 """Mooncake Store as it is: a master and a client as processes, which are killed, stopped and started again."""
 
 import ctypes
+import mmap
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -46,6 +47,14 @@ def fill(store: MooncakeStore, piece: Piece, byte: int) -> None:
 
 def held(store: MooncakeStore, piece: Piece) -> bytes:
     return ctypes.string_at(store.buffer.address + piece.offset, piece.size)
+
+
+def shared_bytes(store: MooncakeStore) -> int:
+    """How much of a buffer is in memory, of this process and of the client's together."""
+    pages = (ctypes.c_ubyte * (store.buffer.size // mmap.PAGESIZE))()
+    address, size = ctypes.c_void_p(store.buffer.address), ctypes.c_size_t(store.buffer.size)
+    assert ctypes.CDLL(None).mincore(address, size, pages) == 0
+    return sum(page & 1 for page in pages) * mmap.PAGESIZE
 
 
 def until_it_works(processes: MooncakeProcesses) -> MooncakeStore:
@@ -142,6 +151,20 @@ class TestTrouble:
         again = until_it_works(processes)
         assert again.get([piece]) == [False]
         again.close()
+
+    @pytest.mark.parametrize("is_killed", [False, True], ids=["closed", "killed"])
+    def test_a_connection_that_is_let_go_keeps_no_memory(self, processes: MooncakeProcesses, is_killed: bool) -> None:
+        store = until_it_works(processes)
+        fill(store, Piece("all of it", 0, BUFFER), 1)
+        assert shared_bytes(store) == BUFFER
+        if is_killed:
+            processes.client.kill()
+            processes.client.wait()
+        assert store.close() == (not is_killed)
+        assert shared_bytes(store) == 0
+        if is_killed:
+            processes.restart_client()
+            until_it_works(processes).close()
 
     def test_a_master_that_was_killed_fails_calls_and_comes_back_empty(self, processes: MooncakeProcesses) -> None:
         store, piece = until_it_works(processes), Piece("lost with the master", 0, 64)
