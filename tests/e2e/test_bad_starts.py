@@ -9,6 +9,7 @@ from tests.support.e2e.cluster import Cluster, ServerSpec
 pytestmark = pytest.mark.failures
 
 
+@pytest.mark.slow
 def test_a_control_port_that_is_taken_is_named(cluster: Cluster) -> None:
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))

@@ -38,6 +38,7 @@ def test_a_prefill_server_is_visited(server: Server) -> None:
     assert pull.endswith("contents not compared: P has verify off")
 
 
+@pytest.mark.slow
 @on(MIXED)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("server", ["TP2"], indirect=True)

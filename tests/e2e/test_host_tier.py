@@ -63,6 +63,7 @@ class TestComingBack:
         assert counted.prompt_tokens("local_cache_hit") == whole_blocks(499)
         assert counted.value("vllm:pd_host_tokens_total") == 0
 
+    @pytest.mark.slow
     @every_fast_server
     def test_a_conversation_of_many_turns_gives_the_answers_that_it_gives_without(self, server: Server) -> None:
         """Four conversations in turn, together larger than the device cache but not than host memory."""

@@ -37,6 +37,7 @@ def test_each_finds_its_own_address_and_pulled_prompts_give_the_same_outputs(pai
     Router(pair).assert_right(make_prompt(1000, "two hosts, at once"), decode_first_s=0.3)
 
 
+@pytest.mark.slow
 def test_a_short_part_in_the_middle_of_a_read_costs_time_only(pair: Pair, cluster: Cluster) -> None:
     prompt = make_prompt(LONG, "short part")
     params = pair.prefill.client.prefill(prompt)

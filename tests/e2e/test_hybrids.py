@@ -253,6 +253,7 @@ class TestStatesAtBorders:
         pair.prefill.client.complete(prompt)
         assert_same_bits(pair, prompt)
 
+    @pytest.mark.slow
     def test_an_evicted_prompt_comes_back_with_the_state_at_its_last_border(self, pair: Pair) -> None:
         for server, tokens in ((pair.prefill, 2 * QWEN3_NEXT_BLOCK), (pair.decode, 3 * QWEN3_NEXT_BLOCK)):
             prompt = make_prompt(tokens + 1, (pair.name, "evicted"))

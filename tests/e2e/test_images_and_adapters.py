@@ -153,8 +153,14 @@ class TestApis:
         with ProxyProcess(["-m", "pd_proxy", "--prefill", urls[0], "--decode", urls[1]]) as process:
             yield process.url
 
-    @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-    @pytest.mark.parametrize("api", ["responses", "messages"])
+    @pytest.mark.parametrize(
+        ("api", "stream"),
+        [
+            ("responses", False),
+            ("messages", True),
+            *(pytest.param(*each, marks=pytest.mark.slow) for each in (("responses", True), ("messages", False))),
+        ],
+    )
     def test_a_chat_is_pulled_and_answered_as_p_alone_does(
         self, pair: Pair, proxy: str, api: str, stream: bool
     ) -> None:
@@ -166,6 +172,7 @@ class TestApis:
             assert text == getattr(ApiClient(pair.prefill.client.base_url), api)(prompt, stream=False)
             assert len(text) >= 16, "a token has at least a character"
 
+    @pytest.mark.slow
     def test_answers_by_a_schema_and_their_log_probabilities_are_those_of_p_alone(self, pair: Pair, proxy: str) -> None:
         asked, own = ApiClient(proxy, 40), ApiClient(pair.prefill.client.base_url, 40)
         for legs in ("in turn", "at once"):

@@ -36,6 +36,7 @@ def test_a_request_that_leaves_during_prefill_holds_nothing(pair: Pair) -> None:
     assert traffic.leases("granted") == traffic.leases("expired")
 
 
+@pytest.mark.slow
 def test_a_prompt_that_nobody_decodes_is_freed_when_its_lease_expires(pair: Pair) -> None:
     with pair.traffic() as traffic:
         pair.prefill.client.prefill(make_prompt(1000, (pair.name, "nobody decodes")))

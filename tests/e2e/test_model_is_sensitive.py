@@ -10,8 +10,8 @@ from tests.support.e2e.pair import make_prompt
 
 pytestmark = [pytest.mark.equality, on(MIXED, SLIDING_WINDOW, MLA, ONE_KV_HEAD)]
 
-#: Prompts of other architectures take longer to compute: every eighth block of them is changed, the first included.
-STEP = {"qwen3": 1, "gemma3": 8, "deepseek_v2": 8}
+#: Of so many blocks one is changed, the first included. Prompts of other architectures take longer to compute.
+STEP = {"qwen3": 4, "gemma3": 8, "deepseek_v2": 8}
 
 
 @pytest.fixture
@@ -36,8 +36,8 @@ def test_one_changed_token_in_any_block_changes_the_output(server: Server) -> No
 
 
 def test_the_output_does_not_fall_into_repetition(server: Server) -> None:
-    completion = server.client.compute(make_prompt(33, "varied"), max_tokens=200)
-    assert len(set(completion.tokens)) > 100
+    completion = server.client.compute(make_prompt(33, "varied"), max_tokens=80)
+    assert len(set(completion.tokens)) > 40
 
 
 def test_the_reference_repeats_exactly(server: Server) -> None:
