@@ -93,18 +93,25 @@ class PoolCheck:
             )
         fetched = [self._answer(partial(self._get, said)) for _ in range(_ROUNDS)]
         getting = min(took for took, _ in fetched)
-        wrong = next((text for _, text in fetched if text), "")
-        if wrong:
-            raise CheckFailed(f"{wrong}: other clients of this pool remove or overwrite objects, or are restarted")
+        lost, changed = (max(each) for each in zip(*(counts for _, counts in fetched), strict=True))
+        is_full = len(self._put) < _OBJECTS
+        if changed or (lost and not is_full):
+            what = "have other bytes than were put" if changed else "have not come"
+            raise CheckFailed(
+                f"{changed or lost} of {len(self._put)} objects {what}: other clients of this pool remove or overwrite "
+                "objects, or are restarted"
+            )
         rate = len(self._put) * _OBJECT_BYTES / 1e9
         text = (
             f"{len(self._put)} of {size} each, put with {rate / putting:.2f} GB/s, fetched with {rate / getting:.2f} "
             "GB/s, every byte equal"
         )
-        if len(self._put) < _OBJECTS:
+        if is_full:
+            evicted = f"; {lost} of these were evicted before they were fetched" if lost else ""
             raise CheckWarned(
-                f"{text}; {_OBJECTS - len(self._put)} more were not kept (-200): the pool is full, and evicts while "
-                "engines put; give it more memory (--global_segment_size) if vllm:pd_pool_blocks_total counts refused"
+                f"{text}{evicted}; {_OBJECTS - len(self._put)} more were not kept (-200): the pool is full, and evicts "
+                "while engines put; give it more memory (--global_segment_size) if vllm:pd_pool_blocks_total counts "
+                "refused"
             )
         return text
 
@@ -112,16 +119,17 @@ class PoolCheck:
         bytes_of(store.buffer)[:] = np.frombuffer(said, np.uint8)
         return store.put(self._pieces)
 
-    def _get(self, said: bytes, store: ObjectStore) -> str:
-        """Fetch what was put; return what is wrong with it."""
+    def _get(self, said: bytes, store: ObjectStore) -> tuple[int, int]:
+        """Fetch what was put; return how many objects have not come, and how many have other bytes."""
         buffer = bytes_of(store.buffer)
         buffer[:] = 0
         came = store.get(self._put)
-        if gone := came.count(False):
-            return f"{gone} of {len(came)} objects have not come"
-        parts = [(piece.offset, piece.offset + piece.size) for piece in self._put]
-        changed = sum(buffer[start:end].tobytes() != said[start:end] for start, end in parts)
-        return f"{changed} of {len(came)} objects have other bytes than were put" if changed else ""
+        parts = [
+            (piece.offset, piece.offset + piece.size)
+            for piece, has_come in zip(self._put, came, strict=True)
+            if has_come
+        ]
+        return came.count(False), sum(buffer[start:end].tobytes() != said[start:end] for start, end in parts)
 
     def _remove(self, store: ObjectStore) -> None:
         store.remove([piece.key for piece in self._put])

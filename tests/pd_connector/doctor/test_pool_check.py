@@ -89,10 +89,25 @@ def test_a_full_pool_is_a_failure(store: MooncakeProcesses) -> None:
     assert_said(said, *ALL_WELL[:2], r"FAIL pool: objects: the pool keeps none of 16 objects of 1 MiB \(-200\): ")
 
 
-def test_a_pool_that_is_almost_full_is_a_warning(store: MooncakeProcesses) -> None:
+@pytest.mark.parametrize("evicts", [False, True])
+def test_a_pool_that_is_almost_full_is_a_warning(
+    store: MooncakeProcesses, monkeypatch: pytest.MonkeyPatch, evicts: bool
+) -> None:
+    """It may evict what it has just kept, too: nobody has looked for that."""
+    get = MooncakeStore.get
+
+    def after_eviction(mine: MooncakeStore, pieces: Sequence[Piece]) -> list[bool]:
+        mine.remove([pieces[1].key])
+        return get(mine, pieces)
+
     with filled(store.address, 3):
+        if evicts:
+            monkeypatch.setattr(MooncakeStore, "get", after_eviction)
         said = visit(store.address)
-    assert_said(said, *ALL_WELL[:2], r"WARN pool: objects: 3 of 1 MiB each, .*; 13 more were not kept \(-200\): ")
+    evicted = r"; [123] of these were evicted before they were fetched" if evicts else ".*"
+    assert_said(
+        said, *ALL_WELL[:2], rf"WARN pool: objects: 3 of 1 MiB each, .*equal{evicted}; 13 more were not kept \(-200\): "
+    )
 
 
 @pytest.mark.parametrize("puts_another", [True, False])
