@@ -105,9 +105,8 @@ class TestAdapters:
         kinds = itertools.product(MODELS, ((), (ONE,)))
         assert_all_differ(pair, [about(*images, seed="adapters", model=model) for model, images in kinds])
 
-    @pytest.mark.parametrize(
-        "images", [pytest.param((), marks=pytest.mark.slow, id="text"), pytest.param((ONE,), id="image")]
-    )
+    @pytest.mark.slow
+    @pytest.mark.parametrize("images", [pytest.param((), id="text"), pytest.param((ONE,), id="image")])
     def test_the_same_prompt_is_pulled_for_each_adapter_and_gives_its_output(
         self, pair: Pair, images: tuple[Image, ...]
     ) -> None:
