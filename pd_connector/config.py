@@ -83,15 +83,14 @@ class ConnectorConfig(BaseModel):
     )
     bootstrap_port: Port = Field(
         default=0,
-        description="Port at which a prefill engine answers GET /query with its control channel's address, plus "
-        "the data-parallel index, for routers of MooncakeConnector's contract; 0 is off. Set port, "
-        "too.",
+        description="Port, plus the data-parallel index, at which a prefill engine answers GET /query with its control "
+        "channel's address, for routers of MooncakeConnector's contract; 0 is off. Set port, too.",
     )
     protocol: Literal["auto", "tcp", "rdma", "ascend"] = Field(
         default="auto",
-        description="Transport of the transfer engine, the same on both sides. auto: rdma on CUDA, but tcp with "
-        "a warning if there is no RDMA device and devices names none; ascend on NPU; tcp on CPU; on CUDA with a "
-        "secret, also CUDA IPC between engines of one host.",
+        description="Transport of the transfer engine, the same on both sides. auto: ascend on NPU; tcp on CPU; rdma "
+        "on CUDA, or tcp with a warning if there is no RDMA device and devices names none, and with a secret also "
+        "CUDA IPC between engines of one host.",
     )
     devices: str = Field(
         default="", description="Network devices for rdma, comma-separated; empty lets the transfer engine choose."
@@ -104,23 +103,22 @@ class ConnectorConfig(BaseModel):
     lease_ttl_s: Seconds = Field(
         default=30.0,
         description="How long a prefill engine keeps a finished prompt's blocks after a decode engine's last "
-        "word about it.",
+        "message about it.",
     )
     claim_timeout_s: Seconds = Field(
         default=120.0,
         description="How long a prefill engine keeps a finished prompt's blocks before a decode engine's first "
-        "word about it; lease_ttl_s, if that is longer.",
+        "message about it; lease_ttl_s, if that is longer.",
     )
     queue_timeout_s: Seconds = Field(
         default=120.0,
-        description="How long a decode engine keeps a lease while its request waits for blocks, and how long a "
-        "prompt that it follows may not reach the prefill engine, or stand still there. Then "
-        "kv_load_failure_policy decides.",
+        description="How long a decode engine keeps a lease while its request waits for blocks, and waits for a prompt "
+        "that it follows to reach the prefill engine or make progress there. Then kv_load_failure_policy decides.",
     )
     pull_timeout_s: Seconds = Field(
         default=60.0,
         description="How long a pull may take, its time in the queue included. While the prompt is computed, "
-        "all progress restarts it.",
+        "progress restarts the clock.",
     )
     tuning: Tuning = Field(
         default=Tuning(),
@@ -128,8 +126,8 @@ class ConnectorConfig(BaseModel):
     )
     cpu_bytes_to_use: Annotated[int, Field(ge=0)] = Field(
         default=0,
-        description="Host memory, in bytes, of all workers of this engine together, for KV blocks; 0 keeps "
-        "none. Needs vLLM's prefix caching.",
+        description="Host memory for KV blocks, in bytes, of all workers of this engine together; 0 is none. Needs "
+        "vLLM's prefix caching.",
     )
     cpu_store: Literal["eager", "lazy"] = Field(
         default="eager",
@@ -138,9 +136,9 @@ class ConnectorConfig(BaseModel):
     )
     host_transfers: HostTransfers = Field(
         default="off",
-        description="Whether transfers begin and end in host memory. auto: leases that nobody reads yet move there "
-        "when blocks are short, what is found there is read there, and a decode engine pulls there what its device "
-        "has no blocks for. always: the same, but it pulls every prompt there.",
+        description="Whether transfers use host memory. auto: a prefill engine moves leases there that nobody reads "
+        "yet when blocks are short, and prompts that it finds there are read there; a decode engine pulls there what "
+        "its device has no blocks for. always: the same, but it pulls every prompt there.",
     )
     serve_prefixes: bool = Field(
         default=False,
@@ -149,15 +147,14 @@ class ConnectorConfig(BaseModel):
     )
     peers: Annotated[list[str], Field(max_length=16)] | None = Field(
         default=None,
-        description="Engines with serve_prefixes that are asked for what this engine's caches lack of a prompt: "
-        "host:port of their control channels, or readers, the engine that has pulled the beginning of the prompt from "
-        "here. An empty list asks only whom a request's prefixes_at names. Needs vLLM's prefix caching. Default: "
-        "nobody.",
+        description="Engines with serve_prefixes to ask for what this engine's caches lack of a prompt: host:port of "
+        "their control channels; readers is the engine that pulled the prompt's beginning from here. An empty list "
+        "asks only the engine that a request's prefixes_at names. Needs vLLM's prefix caching. Default: nobody.",
     )
     pool: str | None = Field(
         default=None,
-        description="host:port of this machine's mooncake_client, through which engines of a model share blocks of "
-        "host memory that outlive them (docs/pool.md). Needs cpu_bytes_to_use. Default: none.",
+        description="host:port of this machine's mooncake_client, through which engines of a model share host blocks "
+        "that outlive them (docs/pool.md). Needs cpu_bytes_to_use. Default: none.",
     )
     drain_timeout_s: Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)] = Field(
         default=5.0,
@@ -174,12 +171,12 @@ class ConnectorConfig(BaseModel):
         default=None,
         description="Whether a decode engine proves each prefill engine, and each adapter on it, by its first "
         "prompt. refuse: nothing is pulled from one that differs; warn: the log says so; off: nothing is compared. "
-        "Default: refuse, with model_check off warn.",
+        "Default: refuse; warn if model_check is off.",
     )
     verify: bool = Field(
         default=False,
-        description="Compare checksums in every pull, to commission a new setup. Where decode engines verify, "
-        "prefill engines must too.",
+        description="Compare checksums in every pull, for a new setup. If decode engines verify, prefill engines must, "
+        "too.",
     )
     secret_file: str | None = Field(
         default=None,

@@ -50,15 +50,14 @@ REFUSALS = (
 COUNTERS = {
     "pulls": "Pulls that succeeded, counted on every rank.",
     "pull_bytes": "Bytes of KV cache pulled.",
-    "pull_bytes_from_host": "Bytes read in the prefill engine's host memory (host_transfers).",
-    "pull_bytes_over_ipc": "Bytes read from a prefill engine on the same host, over CUDA IPC.",
+    "pull_bytes_from_host": "Bytes pulled from the prefill engine's host memory (host_transfers).",
+    "pull_bytes_over_ipc": "Bytes pulled on the same host, over CUDA IPC.",
     "landed_bytes": "Bytes pulled to this engine's host memory (host_transfers).",
     "pull_descriptors": "Descriptors read by pulls.",
     "pull_tokens": "Prompt tokens pulled, counted on every rank.",
     "pulls_ahead": "Pulls that began before the prompt was computed.",
     "pull_bytes_ahead": "Bytes pulled before the prompt was computed.",
-    "pull_restarts": "Pulls that began again because the prefill engine had preempted the prompt, counted on every "
-    "rank.",
+    "pull_restarts": "Pulls that started over because the prefill engine preempted the prompt, counted on every rank.",
     "prefix_tokens": "Prompt tokens pulled from peers instead of being computed.",
     "prefix_bytes": "Bytes of these tokens, on all ranks.",
     "pool_tokens": "Prompt tokens fetched from the pool instead of being computed.",
@@ -68,37 +67,32 @@ COUNTERS = {
 LABELLED = {
     "pull_failures": ("cause", "Pulls that failed."),
     "prompts_computed": ("cause", "Prompts of decode legs that this engine computed instead of pulling."),
-    "leases": ("event", "Leases: granted, or how they ended."),
-    "transfers": ("event", "Prompts that can be followed by name."),
+    "leases": ("event", "Leases: granted, and how they ended."),
+    "transfers": (
+        "event",
+        "Prompts with a transfer_id: begun, in_host (found in host memory), restarted (preempted), complete, ended "
+        "(without a lease), refused (a malformed id, or another request's).",
+    ),
     "host_bytes": ("event", "Bytes copied between the device and host memory, on all ranks: stored, loaded."),
     "host_failures": ("event", "Copies to or from host memory that failed on a rank: store, load."),
     "lease_moves": (
         "event",
-        "Leases that moved to host memory, by why (short: requests waited for blocks; share: leases exceeded theirs), "
-        "and that did not (full: no room; read: a reader came; ended: so did the lease; failed: so did the copy).",
+        "Leases that moved to host memory (short: requests waited for blocks; share: leases held too many) or did not "
+        "(full: no room there; read: a reader came first; ended: the lease did; failed: the copy did).",
     ),
     "lease_blocks_moved": ("event", "Blocks of leases that moved to host memory: copied, or present there already."),
     "landings": (
         "event",
         "Prompts pulled to host memory: landed, failed, or left (the request had gone, or the cache was reset).",
     ),
-    "canaries": (
-        "outcome",
-        "Prompts computed here and pulled as well: proven, differs, failed (not pulled), left (aborted or preempted).",
-    ),
-    "landing_fallbacks": (
-        "reason",
-        "Prompts that should have been pulled to host memory and were not: full, too_large.",
-    ),
+    "canaries": ("outcome", "Canaries: proven, differs, failed (not pulled), left (aborted or preempted)."),
+    "landing_fallbacks": ("reason", "Prompts for which host memory had no room: full, too_large."),
     "prefixes": (
         "event",
-        "Prompts for whose beginnings other engines were asked: asked, pulled, nothing (nobody held enough), late "
+        "Prompts whose prefix other engines were asked for: asked, pulled, nothing (nobody held enough), late "
         "(computing would have been faster), full (too few free blocks), unproven, failed.",
     ),
-    "prefixes_served": (
-        "event",
-        "Questions of other engines for prefixes that may be here: found (and leased), nothing, refused.",
-    ),
+    "prefixes_served": ("event", "Questions of other engines for prefixes: found (and leased), nothing, refused."),
     "pool_prompts": (
         "event",
         "Prompts looked up in the pool: asked, fetched, nothing, late (computing would have been faster), full (too "
@@ -106,11 +100,11 @@ LABELLED = {
     ),
     "pool_blocks": (
         "event",
-        "Blocks: put, refused (not all of it was kept, twice), left (too many waited), fetched, gone (not there when "
-        "they were to be fetched).",
+        "Blocks of the pool: put, refused (not all of it was kept, twice), left (too many waited), fetched, gone "
+        "(missing when wanted).",
     ),
     "pool_bytes": ("event", "Bytes of objects, on all ranks: put, fetched."),
-    "pool_failures": ("event", "Orders of a rank in which the pool failed or was late: put, fetched."),
+    "pool_failures": ("event", "Orders to a rank that failed or were late: put, fetched."),
     "control_refusals": ("cause", "Connections and messages that the control channel refused."),
 }
 #: Label values. A counter that appeared with its first event would hide that event from rate() and alerts.
@@ -136,24 +130,22 @@ LABELS: dict[str, tuple[str, ...]] = {
 }
 
 GAUGES = {
-    "transfers_waiting": "Decode legs whose prompt a prefill engine has yet to compute (transfer_id).",
-    "peers_refused": "Prefill engines, once for each adapter, refused by a canary, also if they have ended since.",
+    "transfers_waiting": "Decode legs that wait for a prefill engine to compute their prompt (transfer_id).",
+    "peers_refused": "Prefill engines that a canary refused, once for each adapter, also if they have ended since.",
     "prompts_ahead": "Prompts under way whose pull was ordered before they were computed.",
     "landings_under_way": "Prompts that are being pulled to host memory.",
-    "leases_active": "Leases that have not ended.",
-    "lease_oldest_age_seconds": "Age of the oldest lease that has not ended, in whole seconds.",
-    "leases_in_host": "Leases that have not ended and lie in host memory.",
+    "leases_active": "Active leases.",
+    "lease_oldest_age_seconds": "Age of the oldest active lease, in whole seconds.",
+    "leases_in_host": "Active leases in host memory.",
     "leased_blocks": "KV blocks that leases hold, each counted once.",
     "pool_works": "1 if the pool is in use, 0 for a while after it has failed.",
     "host_blocks_cached": "Blocks in host memory that prefix lookups can find.",
-    "host_blocks_lent": "Slots of host memory in use, which cannot be evicted: of leases, and of prompts that land, "
-    "wait or are being loaded.",
+    "host_blocks_lent": "Host blocks that cannot be evicted: of leases, and of prompts that land, wait or load.",
     "host_blocks_capacity": "Capacity of host memory, in blocks.",
 }
 #: Gauges of which each rank has its own number. The largest is exported: a block is in use if it is on any rank.
 GAUGES_OF_RANKS = {
-    "quarantined_blocks": "KV blocks of failed pulls to which the transfer engine may still write, on the rank that "
-    "has most.",
+    "quarantined_blocks": "KV blocks of failed pulls to which reads may still write, on the rank with most.",
 }
 
 

@@ -261,7 +261,7 @@ def test_a_wrong_number_of_tuning_is_refused_by_its_dotted_name(key: str, value:
         ("tuning", {"max_descriptors_in_flight": 65537}, "less than or equal to 65536"),
         ("tuning", {"byte_cost_ns": -1}, r"tuning.byte_cost_ns = -1: .* \(Cost of a byte, in nanoseconds, by"),
         ("protocol", "roce", "'auto', 'tcp', 'rdma' or 'ascend'"),
-        ("cpu_bytes_to_use", "8GiB", r"valid integer \(Host memory, in bytes, of all workers of this engine"),
+        ("cpu_bytes_to_use", "8GiB", r"valid integer \(Host memory for KV blocks, in bytes, of all workers"),
     ],
 )
 def test_the_refusal_of_a_value_names_the_rule(key: str, value: Any, rule: str) -> None:
