@@ -3,7 +3,7 @@
 Whole tables and lists stand between two lines, of which the first one names them. ``TABLES`` has what makes them.
 
     <!-- generated: transfers -->
-    | what | measured |
+    - first token: 1.04 times that of P alone
     <!-- generated: end -->
 
 A figure in prose may be followed by a comment that says where it comes from: the result's name, a colon, and the place
@@ -31,8 +31,8 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "metrics of host memory": reference.metrics_of_host_memory,
     "beside vLLM's connectors": tables.peers,
     "where two servers do not fit": tables.trouble,
-    "vLLM's load generator": tables.serving,
     "transfers": tables.transfers,
+    "reads": tables.reads,
     "decode engines a prefill engine": tables.fleet_split,
     "pulls chunk by chunk": tables.fleet_chunks,
     "one CUDA GPU": cuda.measured,

@@ -9,43 +9,38 @@ WAYS = {
     "ours, together": "pd-connector, at once", "ours, in turn": "in turn",
     "mooncake, together": "Mooncake, at once", "mooncake, in turn": "in turn", "nixl, in turn": "NIXL, in turn",
 }  # fmt: skip
-#: What is said of transfers that no other table has: what it is, the form of what was measured, and where that stands.
-TRANSFERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("first token with `--first-token prefill`, beside P alone", "{:.2f} times", ("first_token:1000/ratio",)),
+#: What is said of transfers that no table has: a sentence with gaps, and where the figures stand that fill them.
+TRANSFERS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("first token with `--first-token prefill`: {:.2f} times that of P alone", ("first_token:1000/ratio",)),
     (
-        "the proxy's processor time for a request, both legs, 1,000 at once", "{:.1f} ms, in turn {:.1f}",
-        ("proxy:together/1000/request_ms", "proxy:in-turn/1000/request_ms"),
+        "first token of a next turn, if P pulls what D holds: {:.2f} times that of a P that computes it, {:.2f} times "
+        "that of D alone", ("reuse:first_token_ratio/not looked for", "reuse:first_token_ratio/D alone"),
     ),
     (
-        "layers together, TP 2 to 1, beside one contiguous read", "{:.1f} times",
-        ("unequal:BHLNC, TP 2 to 1, scattered, planned/ratio",),
-    ),
-    (
-        "layers apart, TP 2 to 1, adjacent blocks", "{:.1f} times, directly {:.1f}",
-        ("unequal:LBHNC, TP 2 to 1, adjacent, planned/ratio", "unequal:LBHNC, TP 2 to 1, adjacent, direct/ratio"),
-    ),
-    ("layers apart, TP 1 to 2", "{:.1f} times", ("unequal:LBHNC, TP 1 to 2, scattered, planned/ratio",)),
-    (
-        "a hybrid's states, beside one contiguous read", "{:.2f} times, TP 2 to 1 {:.2f}, 1 to 2 {:.2f}",
-        ("states:TP 1 to 1/ratio", "states:TP 2 to 1/ratio", "states:TP 1 to 2/ratio"),
-    ),
-    (
-        "a plan for 131,072 tokens, TP 2 to 1, layers together", "{:.1f} ms",
-        ("planning:BHLNC 131072 tokens TP 2 to 1 fragmented/sum_ms",),
-    ),
-    (
-        "first token of the next turn, where P pulls what D holds: beside a P that computes it, beside D alone",
-        "{:.2f} times, {:.2f}", ("reuse:first_token_ratio/not looked for", "reuse:first_token_ratio/D alone"),
-    ),
-    (
-        "`--prefill-from auto`, prompts of 32, 120 and 480 tokens: first token beside the better way",
-        "{:.2f}, {:.2f} and {:.2f} times",
+        "first token with `--prefill-from auto`, after 32, 120 and 480 tokens: {:.2f}, {:.2f} and {:.2f} times that of "
+        "the better way",
         ("detour:lengths/32/ratio/p50", "detour:lengths/120/ratio/p50", "detour:lengths/480/ratio/p50"),
     ),
     (
-        "2,000 tokens from the pool, beside one contiguous read", "{:.1f} times, TP 2 to 1 {:.1f}",
-        ("pool:ratio/TP 1 to 1", "pool:ratio/TP 2 to 1"),
+        "the proxy's processor time for a request, 1,000 at once: {:.1f} ms with both legs at once, {:.1f} ms in turn",
+        ("proxy:together/1000/request_ms", "proxy:in-turn/1000/request_ms"),
     ),
+)  # fmt: skip
+#: The same of reads, beside one contiguous read of as many bytes.
+READS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("layers together, TP 2 to 1: {:.1f} times", ("unequal:BHLNC, TP 2 to 1, scattered, planned/ratio",)),
+    (
+        "layers apart, TP 2 to 1, adjacent blocks: {:.1f} times, without staging {:.1f}; TP 1 to 2: {:.1f}",
+        (
+            "unequal:LBHNC, TP 2 to 1, adjacent, planned/ratio", "unequal:LBHNC, TP 2 to 1, adjacent, direct/ratio",
+            "unequal:LBHNC, TP 1 to 2, scattered, planned/ratio",
+        ),
+    ),
+    (
+        "a hybrid's states: {:.2f} times; TP 2 to 1: {:.2f}; TP 1 to 2: {:.2f}",
+        ("states:TP 1 to 1/ratio", "states:TP 2 to 1/ratio", "states:TP 1 to 2/ratio"),
+    ),
+    ("2,000 tokens from the pool: {:.1f} times; TP 2 to 1: {:.1f}", ("pool:ratio/TP 1 to 1", "pool:ratio/TP 2 to 1")),
 )  # fmt: skip
 
 
@@ -88,25 +83,14 @@ def trouble() -> str:
     return _table(["what happens", "pd-connector", "MooncakeConnector", "NixlConnector"], rows)
 
 
-def serving() -> str:
-    """Return goodput and median latencies under vLLM's load generator: a row for each rate, all servers in a cell."""
-    rates = _figures("serving")["rates"]
-    rows = [
-        [
-            rate,
-            " / ".join(f"{each['request_goodput']:.2f}" for each in found.values()),
-            *(" / ".join(f"{each[time]['p50']:,.0f}" for each in found.values()) for time in ("ttft_ms", "tpot_ms")),
-        ]
-        for rate, found in rates.items()
-    ]
-    servers = " / ".join(next(iter(rates.values())))
-    return _table([f"requests a second: {servers}", "goodput", "first token, ms", "later tokens, ms"], rows)
-
-
 def transfers() -> str:
-    """Return what was measured of transfers."""
-    rows = [[what, form.format(*(record.figure(place) for place in places))] for what, form, places in TRANSFERS]
-    return _table(["what", "measured"], rows)
+    """Return what was measured of first tokens and of the proxy."""
+    return _sentences(TRANSFERS)
+
+
+def reads() -> str:
+    """Return what was measured of reads."""
+    return _sentences(READS)
 
 
 def fleet_split() -> str:
@@ -132,10 +116,14 @@ def fleet_chunks() -> str:
     return _table(["in turn / together, ms", *(f"{int(each):,} tokens" for each in lengths)], rows)
 
 
+def _sentences(said: Iterable[tuple[str, Sequence[str]]]) -> str:
+    return "\n".join(f"- {text.format(*(record.figure(place) for place in places))}" for text, places in said)
+
+
 def _figures(name: str) -> Any:
     return record.read(name)["figures"]
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(str(cell) for cell in line)} |" for line in lines)
+    head_line, *lines = (f"| {' | '.join(map(str, line))} |" for line in (head, *rows))
+    return "\n".join((head_line, "|---" * len(head) + "|", *lines))

@@ -30,7 +30,7 @@ def recipe_table() -> str:
     for recipe in sorted(all_recipes().values(), key=lambda recipe: recipe.name):
         names.setdefault(_cells(recipe), []).append(recipe.name)
     rows = (f"| {', '.join(alike)} | {cells} |" for cells, alike in names.items())
-    return "\n".join((head, "| --- " * 6 + "|", *rows, ""))
+    return "\n".join((head, "|---" * 6 + "|", *rows, ""))
 
 
 def written(page: str) -> str:
