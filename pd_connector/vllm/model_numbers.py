@@ -1,5 +1,7 @@
 """Reads off a loaded model what its layers compute with: rotary tables, scales, and what options of the engine decide.
 
+Where layers would set scales later, it has them do so at once.
+
 vLLM gives connectors no access to the model: ``callers`` says how its runner is found.
 """
 
@@ -14,6 +16,7 @@ from pd_connector.vllm.callers import callers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +65,17 @@ def scales_on_the_fly(vllm_config: "VllmConfig") -> bool:
     """Return whether an engine finds the scales of its quantised cache by its first prompt, as vLLM 0.23 can."""
     cache = vllm_config.cache_config
     return bool(getattr(cache, "calculate_kv_scales", False)) and str(cache.cache_dtype) not in _UNQUANTISED
+
+
+def fill_token_scales(vllm_config: "VllmConfig") -> None:
+    """Have the layers that keep a scale for each token and head fill all of theirs with 1, as they do only once.
+
+    Otherwise they would do it when they first compute, and blocks that were brought before would lose their scales.
+    """
+    for layer in vllm_config.compilation_config.static_forward_context.values():
+        impl: TritonAttentionImpl | None = getattr(layer, "impl", None)
+        if impl is not None and getattr(impl, "_is_per_token_head_quant", False) and layer.kv_cache.numel():
+            impl._ensure_scale_caches(layer.kv_cache)  # in the kernel's blocks, unlike what connectors are given
 
 
 def _rotary_numbers(module: torch.nn.Module) -> _Table | None:

@@ -21,6 +21,7 @@ from pd_connector.vllm.ascend_options import check_computes_prompts
 from pd_connector.vllm.cache_groups import Ranks, cache_groups, needs_zeroing, with_head_orders
 from pd_connector.vllm.engine_config import EngineRole, drafts_late, engine_name, extra_config, max_model_len
 from pd_connector.vllm.model_identity import model_identity
+from pd_connector.vllm.model_numbers import fill_token_scales
 from pd_connector.vllm.platform import (
     caches_are_host_memory,
     device_type,
@@ -111,6 +112,7 @@ class ConnectorWorker:
             ConfigError: cpu_bytes_to_use is too little, more than the machine has, or impossible with these caches.
         """
         check_computes_prompts(self._vllm_config)
+        fill_token_scales(self._vllm_config)
         config, ranks, tensors = self._config, worker_ranks(), all_tensors(kv_caches)
         on_host = caches_are_host_memory()
         # A pull is good only if it is on every rank, so one may compare the weights for all.

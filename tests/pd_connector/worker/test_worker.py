@@ -8,10 +8,12 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
+from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from layout.geometry import Region
@@ -311,6 +313,22 @@ def test_prices_of_the_user_take_the_place_of_the_protocols(worker_of: Open) -> 
     alpha, beta = prices()
     assert prices(tuning={"descriptor_cost_us": 77.0}) == pytest.approx((77e-6, beta))
     assert prices(tuning={"byte_cost_ns": 3.0}) == pytest.approx((alpha, 3e-9))
+
+
+def test_a_layers_first_step_leaves_the_scales_that_were_brought_before_it(worker_of: Open) -> None:
+    """vLLM's own layer, which sets a scale for each token and head to 1, in the blocks of its kernel."""
+    side, impl = worker_of("kv_consumer").side, TritonAttentionImpl(4, 64, 0.125, 2, None, None, "int8_per_token_head")
+    caches = {name: torch.zeros(8, 2, BLOCK_TOKENS, 128) for name in LAYERS}
+    of_kernel = caches["l0"][:, :, : BLOCK_TOKENS // 2]
+    tensors = {"encoder": torch.tensor([]), "l0": of_kernel}
+    layers = {name: SimpleNamespace(impl=impl, kv_cache=tensor) for name, tensor in tensors.items()}
+    side._vllm_config.compilation_config.static_forward_context = layers
+    side.register_caches(caches)
+    brought = caches["l0"].uniform_().clone()
+    impl._pth_key_value_caches(of_kernel)
+    assert torch.equal(caches["l0"], brought)
+    assert impl._k_scale_cache is not None
+    assert impl._k_scale_cache.shape == (8, BLOCK_TOKENS // 2, 2)
 
 
 def test_a_role_that_does_nothing_holds_nobody_up() -> None:
