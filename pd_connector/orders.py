@@ -315,6 +315,7 @@ class WorkerHandshake:
     #: Fingerprint of the control channel's secret, empty without one. Never logged, nor sent to peers.
     secret: str = field(default="", repr=False)
     model: ModelIdentity | None = None  # as this worker has loaded it; None if that is not known
+    arithmetic: str = ""  # in which it computes, if its blocks go to a pool
 
 
 #: A worker's place: its pipeline-parallel rank, and its number in that stage.

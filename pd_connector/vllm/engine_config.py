@@ -228,6 +228,19 @@ def drafts_keep_caches(vllm_config: "VllmConfig") -> bool:
     return speculative is not None and speculative.method not in _WITHOUT_CACHES
 
 
+def arithmetic(vllm_config: "VllmConfig") -> str:
+    """Return what decides on the numbers with which a worker computes, besides its files: quantization and device.
+
+    To be asked in a worker: only there the device is in use.
+    """
+    from vllm.platforms import current_platform  # noqa: PLC0415  resolves the platform on first use
+
+    model = vllm_config.model_config
+    # By its capability, vLLM chooses kernels for a GPU: they may emulate what it lacks. Other devices have a name only.
+    device = current_platform.get_device_capability() or current_platform.get_device_name()
+    return repr((model.quantization, model.quantization_config, device))
+
+
 def stop_timeout_s(vllm_config: "VllmConfig") -> float:
     """Return the seconds after which vLLM kills an engine core that it told to stop (``--shutdown-timeout``)."""
     return float(vllm_config.shutdown_timeout)

@@ -19,7 +19,14 @@ from pd_connector.secret import load_keys
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.ascend_options import check_computes_prompts
 from pd_connector.vllm.cache_groups import Ranks, cache_groups, needs_zeroing, with_head_orders
-from pd_connector.vllm.engine_config import EngineRole, drafts_late, engine_name, extra_config, max_model_len
+from pd_connector.vllm.engine_config import (
+    EngineRole,
+    arithmetic,
+    drafts_late,
+    engine_name,
+    extra_config,
+    max_model_len,
+)
 from pd_connector.vllm.model_identity import model_identity
 from pd_connector.vllm.model_numbers import fill_token_scales
 from pd_connector.vllm.platform import (
@@ -145,7 +152,10 @@ class ConnectorWorker:
         self._start_roles(engine, caches, reads)
         secret = self._keys.fingerprint if self._keys is not None else ""
         canary = canary_room(geometry) if self._tries_canaries else None
-        self._announce(WorkerHandshake(geometry, host_slots, host, canary, secret=secret, model=self._model))
+        how = arithmetic(self._vllm_config) if config.pool is not None else ""
+        self._announce(
+            WorkerHandshake(geometry, host_slots, host, canary, secret=secret, model=self._model, arithmetic=how)
+        )
 
     def unregister_caches(self) -> None:
         """Let go of the caches' memory, which is about to be unmapped: sleep mode. Idempotent.

@@ -79,7 +79,7 @@ def open_shared_pool(
         "PDConnector: host memory is shared through the pool at %s, %d objects a block on this rank",
         config.pool, sum(form.shares for of_group in forms for form in of_group),
     )  # fmt: skip
-    contents = f"{contents_of(first.model)} {first.secret}"  # with another secret, they would remove each other's
+    contents = contents_of(first)
     return SharedPool(
         tier.pool, tier.loans, forms, groups, len(handshakes), lambda: f"{contents} {hashes.hashing}", rate,
         StoreThread("pd-pool-look-up", partial(MooncakeStore, parse_address(config.pool), 0), clock), clock,
@@ -102,12 +102,15 @@ def _check_model(config: ConnectorConfig, model: ModelIdentity) -> None:
         )
 
 
-def contents_of(model: ModelIdentity) -> str:
+def contents_of(worker: WorkerHandshake) -> str:
     """Return a digest of all that must be equal for two engines' blocks of the same tokens to be alike."""
+    model = worker.model
+    assert model is not None, "a worker tells what it has loaded"
     # On one kind of device they are the same to the last bit. Others do not find each other's blocks.
     numbers = sorted((each.name, sorted(each.layers), each.width, each.numbers) for each in model.numbers)
     said = repr((
         model.architecture, model.config_digest, model.weights_digest, model.layers, model.kv_heads, model.head_size,
-        model.model_dtype, model.cache_dtype, numbers,
+        model.model_dtype, model.cache_dtype, numbers, worker.arithmetic,
+        worker.secret,  # with another one, they would remove each other's
     ))  # fmt: skip
     return hashlib.blake2b(said.encode(), digest_size=16).hexdigest()

@@ -11,6 +11,7 @@ import vllm.platforms
 from pd_connector.vllm.engine_config import (
     EngineRole,
     UnsupportedError,
+    arithmetic,
     check_one_engine_per_url,
     check_outer_config,
     drafts_late,
@@ -69,6 +70,30 @@ def test_drafts_are_late_where_a_draft_model_runs_behind_the_calls_that_launch_i
     speculative = SimpleNamespace(method=method) if method else None
     config: Any = SimpleNamespace(speculative_config=speculative, model_config=SimpleNamespace(is_hybrid=is_hybrid))
     assert drafts_late(config) is is_late
+
+
+def test_what_an_engine_computes_with_are_its_quantization_and_the_kernels_for_its_device(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    platform = vllm.platforms.current_platform
+
+    def told(capability: tuple[int, int] | None = None, device: str = "cpu", **of_model: Any) -> str:
+        monkeypatch.setattr(platform, "get_device_capability", lambda: capability)
+        monkeypatch.setattr(platform, "get_device_name", lambda: device)
+        config = a_config(model)
+        vars(config.model_config).update(of_model)
+        return arithmetic(config)
+
+    others = [
+        told(),
+        told(quantization="fp8"),
+        told(quantization="fp8", quantization_config={"ignore": ["lm_head"]}),
+        told((9, 0), "NVIDIA H100 PCIe"),
+        told((12, 0), "NVIDIA RTX PRO 6000"),
+        told(None, "Ascend910B3"),
+    ]
+    assert len(set(others)) == len(others)
+    assert told((9, 0), "NVIDIA H100 PCIe") == told((9, 0), "NVIDIA H200")
 
 
 @pytest.mark.parametrize(

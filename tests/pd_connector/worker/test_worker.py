@@ -208,6 +208,20 @@ def test_what_a_worker_tells_peers_is_known_once_its_caches_are(worker_of: Open)
     assert set(handshake.geometry.regions) <= set(worker.engine.memory.table.regions)
 
 
+def test_a_worker_tells_what_it_computes_with_where_engines_share_blocks(worker_of: Open) -> None:
+    def told(quantization: str | None, **settings: Any) -> str:
+        side = worker_of("kv_producer", cpu_bytes_to_use=64 << 20, **settings).side
+        side._vllm_config.model_config.quantization = quantization
+        side.register_caches({name: torch.zeros(8, 2, BLOCK_TOKENS, 128) for name in LAYERS})
+        handshake = side.handshake()
+        assert handshake is not None
+        return handshake.arithmetic
+
+    assert (told(None), told("fp8")) == ("", "")
+    plain, quantised = (told(each, pool="127.0.0.1:50052") for each in (None, "fp8"))
+    assert plain != quantised
+
+
 @pytest.mark.parametrize(
     ("kv_role", "settings", "is_shown", "is_registered", "buffers"),
     [

@@ -73,6 +73,8 @@ def a_config(model: Path, role: str = "kv_both", policy: str = "fail", **extra: 
             max_model_len=4096,
             revision=None,
             hf_overrides=None,
+            quantization=None,
+            quantization_config=None,
             get_total_num_hidden_layers=lambda: len(LAYERS),
             get_total_num_kv_heads=lambda: 2,
             get_head_size=lambda: 64,

@@ -5,13 +5,15 @@ from typing import Any
 
 import pytest
 
-from layout.geometry import ModelIdentity
+from layout.geometry import ModelIdentity, WorkerGeometry
 from layout.layer_numbers import LayerNumbers
 from pd_connector.config import ConfigError, parse_config
+from pd_connector.orders import WorkerHandshake
 from pd_connector.scheduler.host.pool_start import _check_model, contents_of
 
 ROTARY = LayerNumbers("rotary table", ("a.1", "a.0"), (0.5, 0.25), 2)
 MODEL = ModelIdentity("A", "config", "weights", 2, 4, 64, "float32", "auto", numbers=(ROTARY,))
+WORKER = WorkerHandshake(WorkerGeometry(0, 1, 0, 1, "", (), ()), model=MODEL, arithmetic="fp8 on 9.0", secret="one")
 
 
 @pytest.mark.parametrize(
@@ -30,14 +32,19 @@ MODEL = ModelIdentity("A", "config", "weights", 2, 4, 64, "float32", "auto", num
     ],
 )
 def test_engines_that_compute_something_else_share_nothing(change: dict[str, Any]) -> None:
-    assert contents_of(replace(MODEL, **change)) != contents_of(MODEL)
+    assert contents_of(replace(WORKER, model=replace(MODEL, **change))) != contents_of(WORKER)
+
+
+@pytest.mark.parametrize("change", [{"arithmetic": "fp8 on 12.0"}, {"secret": "two"}])
+def test_engines_that_compute_in_other_ways_or_do_not_trust_each_other_share_nothing(change: dict[str, Any]) -> None:
+    assert contents_of(replace(WORKER, **change)) != contents_of(WORKER)
 
 
 def test_the_order_in_which_layers_are_told_does_not_matter() -> None:
     scale = LayerNumbers("k_scale", ("a.0",), (1.0,))
     one = replace(MODEL, numbers=(ROTARY, scale))
     other = replace(MODEL, numbers=(scale, replace(ROTARY, layers=("a.0", "a.1"))))
-    assert contents_of(one) == contents_of(other)
+    assert contents_of(replace(WORKER, model=one)) == contents_of(replace(WORKER, model=other))
 
 
 @pytest.mark.parametrize(
