@@ -45,6 +45,8 @@ _SLIDING = ("SlidingWindowSpec", "SlidingWindowMLASpec", "AscendSlidingWindowMLA
 RING_TOKENS = (1 << 31) - 1
 #: Items of a quantised latent vector that share a scale.
 _TILE = 128
+#: A part of a token's content that no kernel writes: what an earlier use of the block has left there.
+PADDING = "padding"
 #: How vLLM keeps states that the connector knows: one of each request, or also those at the borders of blocks.
 _STATE_MODES = ("none", "align")
 
@@ -239,7 +241,7 @@ def layer_spec(vllm_config: "VllmConfig", name: str, spec: Any, *, one_precision
         token_bytes=items * int(spec.dtype.itemsize) if packed_bytes is None else int(packed_bytes),
         page_bytes=int(spec.page_size_bytes),
         dtype=spec.dtype,
-        parts=_parts(vllm_config, spec) if packed_bytes is None else (),
+        parts=_parts(vllm_config, name, spec) if packed_bytes is None else (),
         packing=_packing(spec),
         optional=one_precision and _may_be_missing(vllm_config, name),
         tokens_per_row=int(_tokens_per_row(spec)),
@@ -279,13 +281,17 @@ def _is_of_ascend(spec: Any) -> bool:
     return type(spec).__name__ in SERVED_ON_ASCEND
 
 
-def _parts(vllm_config: "VllmConfig", spec: Any) -> tuple[tuple[str, int], ...]:
+def _parts(vllm_config: "VllmConfig", layer: str, spec: Any) -> tuple[tuple[str, int], ...]:
     """Return the parts of a token's content: K and V, or MLA's latent vector and rotary key.
 
-    Some layers, of Inkling for one, keep all that they have of a token as K, and state a V of no items.
+    Some layers, of Inkling for one, keep all that they have of a token as K, and state a V of no items. They round K up
+    to a power of two, and tell by ``stream_ranges`` what of it they use.
     """
     if not _is_mla(spec):
-        parts = ("k", int(spec.head_size)), ("v", int(getattr(spec, "head_size_v", spec.head_size)))
+        keys = int(spec.head_size)
+        owner = vllm_config.compilation_config.static_forward_context.get(layer)
+        used = max((first + size for first, size in getattr(owner, "stream_ranges", ())), default=keys)
+        parts = ("k", used), (PADDING, keys - used), ("v", int(getattr(spec, "head_size_v", spec.head_size)))
         return tuple(part for part in parts if part[1])
     if type(spec).__name__ == "AscendSFAIndexerCacheSpec":
         return (("index", int(spec.head_size)),)

@@ -15,7 +15,7 @@ from layout.context_parallel import WHOLE, TokenSplit
 from layout.geometry import CacheGroup, Plane, Region, WorkerGeometry
 from layout.sharding import held_heads
 from pd_connector.vllm.cache_groups import GroupSpec, Ranks
-from pd_connector.vllm.cache_specs import LayerSpec
+from pd_connector.vllm.cache_specs import PADDING, LayerSpec
 from pd_connector.vllm.cpu.head_order import HeadOrder
 from pd_connector.vllm.state_specs import RECURRENCE, StatePart, StateSpec
 
@@ -96,7 +96,7 @@ def _parts(layer: str, cache: Cache, group: GroupSpec, ranks: Ranks) -> list[_Pa
     if spec.packing or sum(items) != cache.shape[3]:
         return [view("kv", cache, spec.packing)]
     slices = zip(spec.parts, cache.split(items, dim=3), strict=True)
-    return [view(name, tensor) for (name, _), tensor in slices]
+    return [view(name, tensor) for (name, _), tensor in slices if name != PADDING]
 
 
 def _by_part(cache: Cache) -> list[torch.Tensor]:

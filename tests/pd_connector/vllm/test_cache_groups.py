@@ -52,10 +52,7 @@ def test_layers_of_one_group_may_differ() -> None:
 
 def a_config_with_layers(**windows: int | None) -> Any:
     """What vLLM knows of the layers that it has built: the window that each sees, None if it sees all."""
-    config = model_config()
-    built = {name: SimpleNamespace(sliding_window=window) for name, window in windows.items()}
-    config.compilation_config = SimpleNamespace(static_forward_context=built)
-    return config
+    return model_config(built={name: SimpleNamespace(sliding_window=window) for name, window in windows.items()})
 
 
 @pytest.mark.parametrize("hybrid", [True, False])

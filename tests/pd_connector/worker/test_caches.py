@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -248,6 +249,23 @@ def test_the_padding_of_a_page_lies_between_blocks_and_belongs_to_none(layout: s
     geometry = describe(caches, groups)
     check_addresses(geometry, caches)
     assert geometry.block_bytes == 2 * spec.page_size_bytes
+
+
+@pytest.mark.parametrize("layout", ["LBNHC", "BLHNC"])
+def test_the_padding_of_a_token_belongs_to_no_plane(layout: str) -> None:
+    """As of Inkling's convolutions, which use so much of the 2048 items: the rest is of what had the block before."""
+    spec = SlidingWindowSpec(
+        block_size=4, num_kv_heads=2, head_size=2048, head_size_v=0, dtype=torch.bfloat16, sliding_window=4
+    )
+    groups, ranges = [Group(("l0", "l1"), spec)], ((0, 128), (128, 128), (256, 768), (1024, 768))
+    caches = allocate(layout, groups)
+    built = dict.fromkeys(caches, SimpleNamespace(stream_ranges=ranges))
+    stated = stated_groups((groups[0].layers, spec), blocks=BLOCKS, config=model_config(built=built))
+    geometry = describe_caches(caches, stated, ALONE, "a")
+    (plane,) = geometry.groups[0].planes
+    assert (plane.part, plane.content) == ("k", 1792)
+    for number, name in enumerate(plane.layers):
+        check_layer(plane, number, caches[name][..., :1792], geometry.regions)
 
 
 @pytest.mark.parametrize("layout", ["LBNHC", "BLHNC"])

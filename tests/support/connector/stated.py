@@ -17,9 +17,13 @@ def model_config(
     sampling: str = "greedy",
     layers: int = 8,
     text: Mapping[str, Any] = MappingProxyType({}),
+    built: Mapping[str, Any] = MappingProxyType({}),
     **parallel: int,
 ) -> Any:
-    """As much of vLLM's configuration as tells what a layer's cache is; ``text``: of the model's own."""
+    """As much of vLLM's configuration as tells what a layer's cache is.
+
+    ``text``: of the model's own. ``built``: the layers of the model, by name.
+    """
 
     def model(heads: int, values: Mapping[str, Any]) -> Any:
         return SimpleNamespace(
@@ -33,6 +37,7 @@ def model_config(
     return SimpleNamespace(
         model_config=model(kv_heads, text),
         cache_config=SimpleNamespace(),
+        compilation_config=SimpleNamespace(static_forward_context=dict(built)),
         speculative_config=draft if draft_heads else None,
         parallel_config=SimpleNamespace(tensor_parallel_size=tp_size, pipeline_parallel_size=1, **parallel),
     )
