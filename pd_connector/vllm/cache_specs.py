@@ -402,13 +402,16 @@ def _may_be_missing(vllm_config: "VllmConfig", layer: str) -> bool:
 
 
 def _is_of_draft(vllm_config: "VllmConfig", layer: str) -> bool:
-    """Return whether a layer only drafts tokens, by its name.
+    """Return whether a layer only drafts tokens, by vLLM's mark or by its name.
 
-    vLLM numbers a draft's layers after those of the model, or gives them a prefix of their own.
+    vLLM numbers a draft's layers after those of the model, or gives them a prefix of their own. Where a draft numbers
+    its layers from 0, only the mark tells: 0.31 and 0.32 set it in their second model runner, later releases always.
     """
     if vllm_config.speculative_config is None:
         return False
+    if getattr(vllm_config.compilation_config.static_forward_context.get(layer), "is_draft_layer", False):
+        return True
     names = layer.split(".")
-    numbered = re.search(r"\blayers\.(\d+)\b", layer)
+    numbered = re.search(r"layers\.(\d+)\b", layer)
     beyond = numbered and int(numbered[1]) >= vllm_config.model_config.get_total_num_hidden_layers()
     return bool(beyond) or "mtp" in names or "draft_model" in names

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -195,12 +196,24 @@ def test_a_latent_cache_is_held_by_every_rank(tp_size: int) -> None:
         ("model.layers.8.self_attn.attn", True),  # EAGLE, and MTP of DeepSeek
         ("mtp.layers.0.self_attn.attn", True),
         ("draft_model.model.layers.3.self_attn.attn", True),
+        ("model.eagle_layers.7.self_attn.attn", False),
+        ("model.eagle_layers.8.self_attn.attn", True),  # EAGLE of MiniCPM
         ("something.else", False),
     ],
 )
 def test_what_only_drafts_tokens_may_be_missing(layer: str, drafts: bool) -> None:
     assert layer_spec(model_config(draft_heads=2), layer, FULL).optional is drafts
     assert layer_spec(model_config(), layer, FULL).optional is False
+
+
+def test_what_vllm_marks_as_a_drafts_may_be_missing_whatever_its_name() -> None:
+    """As Gemma 4's draft, whose layers have the numbers of the model's."""
+    draft, own = "model.layers.0.self_attn.attn", "language_model.model.layers.0.self_attn.attn"
+    built = {name: SimpleNamespace(is_draft_layer=name == draft) for name in (draft, own)}
+    drafting = model_config(4, kv_heads=4, draft_heads=2, built=built)
+    stated = {name: layer_spec(drafting, name, replace(FULL, num_kv_heads=1)) for name in built}
+    assert (stated[draft].optional, stated[draft].total_heads) == (True, 2)
+    assert (stated[own].optional, stated[own].total_heads) == (False, 4)
 
 
 def test_a_draft_must_be_complete_if_its_probabilities_count_or_its_blocks_may_hold_no_numbers() -> None:
