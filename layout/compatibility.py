@@ -47,8 +47,8 @@ _HINTS = {
 _STATE_DTYPE = ": start both with the same --mamba-cache-dtype, --mamba-ssm-cache-dtype and --dtype"
 _INDEX_DTYPE = ": start both with the same indexer_kv_dtype in --attention-config"
 _RING_ROWS = (
-    ": a ring of a request's last tokens has rows for drafts; start both with the same num_speculative_tokens in "
-    "--speculative-config"
+    ": a ring of a request's last tokens has rows for drafts, or fills a block; start both with the same "
+    "num_speculative_tokens in --speculative-config, and with the same --block-size"
 )
 
 _ON_THE_FLY = (

@@ -131,7 +131,11 @@ RING = replace(INDEX, part="state", block_tokens=1, content=2304, item_size=4, d
     ("ours", "theirs", "message"),
     [
         (INDEX, replace(INDEX, item_size=2), "'item_size' of part 'index', .* is 1 here and 2 .*same indexer_kv_dtype"),
-        (RING, replace(RING, content=2048), "'content' .* is 2304 here and 2048 .*same num_speculative_tokens in"),
+        (
+            RING,
+            replace(RING, content=2048),
+            "'content' .* is 2304 here and 2048 .*num_speculative_tokens .*--block-size",
+        ),
         (RING, replace(RING, dtype="bfloat16"), "'dtype' .* is 'float32' here .*--mamba-ssm-cache-dtype"),
     ],
 )
