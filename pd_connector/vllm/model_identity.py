@@ -4,7 +4,6 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from layout.geometry import ModelIdentity
@@ -41,7 +40,7 @@ def model_identity(
     weights = weight_files(directory, form) if directory and is_read else ()
     return ModelIdentity(
         architecture=str(model.architecture),
-        config_digest="" if check == "off" else _config_digest(model, directory),
+        config_digest="" if check == "off" else _config_digest(model),
         weights_digest=tensors_digest(weights),
         layers=int(model.get_total_num_hidden_layers()),
         kv_heads=1 if model.use_mla else int(model.get_total_num_kv_heads()),
@@ -64,8 +63,9 @@ def of_engine(workers: Sequence[ModelIdentity]) -> ModelIdentity:
 _VOLATILE_KEYS = frozenset({"_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache"})
 
 
-def _config_digest(model_config: Any, directory: Path | None) -> str:
-    """Return a digest of the model's overrides and its configuration file, or what transformers made of it."""
+def _config_digest(model_config: Any) -> str:
+    """Return a digest of the configuration file, or what transformers made of it, and of what the user overrides."""
+    directory = model_directory(model_config.hf_config_path or model_config.model, model_config.revision)
     path = directory / "config.json" if directory else None
     config = json.loads(path.read_text()) if path and path.is_file() else model_config.hf_config.to_diff_dict()
     content = {key: value for key, value in config.items() if key not in _VOLATILE_KEYS}

@@ -66,6 +66,16 @@ def test_another_configuration_is_another_model(directory: Path, tmp_path: Path)
     assert replace(theirs, config_digest=ours.config_digest) == ours
 
 
+def test_the_configuration_is_read_where_the_user_says(directory: Path, tmp_path: Path) -> None:
+    plain, copy, other = (
+        identity(directory, hf_config_path=path and str(write(tmp_path / path, rope_theta=theta)))
+        for path, theta in (("", 1e4), ("copy", 1e4), ("other", 1e6))
+    )
+    assert copy == plain
+    assert other.config_digest != plain.config_digest
+    assert other.weights_digest == plain.weights_digest
+
+
 def test_what_the_user_overrides_counts(directory: Path) -> None:
     plain, overridden = identity(directory), identity(directory, hf_overrides={"rope_theta": 5e5})
     assert overridden.config_digest != plain.config_digest

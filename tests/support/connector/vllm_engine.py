@@ -73,6 +73,7 @@ def a_config(model: Path, role: str = "kv_both", policy: str = "fail", **extra: 
             max_model_len=4096,
             revision=None,
             hf_overrides=None,
+            hf_config_path=None,
             quantization=None,
             quantization_config=None,
             get_total_num_hidden_layers=lambda: len(LAYERS),
