@@ -25,8 +25,9 @@ _MAX_TOLD = 8  # differences in a message: every layer of a model may have one
 
 _HINTS = {
     "config_digest": (
-        "the two engines serve different models or revisions, or read one that has no config.json on the machine by "
-        "different releases of transformers: then serve it from a directory, or set model_check to off"
+        "the two engines serve different models or revisions, or have unequal --hf-overrides or --mm-processor-kwargs, "
+        "or read a model that has no config.json on the machine by different releases of transformers: then serve it "
+        "from a directory, or set model_check to off"
     ),
     "weights_digest": (
         "the two engines serve different weights of one architecture, or their connectors are of different versions; "

@@ -71,4 +71,8 @@ def _config_digest(model_config: Any) -> str:
     content = {key: value for key, value in config.items() if key not in _VOLATILE_KEYS}
     if overrides := model_config.hf_overrides:
         content["hf_overrides"] = overrides if isinstance(overrides, dict) else "callable"
+    # vLLM's hashes of images tell only what requests say of how to process them. The device is that of the processor.
+    options = getattr(getattr(model_config, "multimodal_config", None), "mm_processor_kwargs", None) or {}
+    if options := {key: value for key, value in options.items() if key != "device"}:
+        content["mm_processor_kwargs"] = options
     return hashlib.blake2b(json.dumps(content, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()

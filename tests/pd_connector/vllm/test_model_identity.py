@@ -83,6 +83,17 @@ def test_what_the_user_overrides_counts(directory: Path) -> None:
     assert identity(directory, hf_overrides=dict).config_digest != plain.config_digest
 
 
+def test_how_images_are_processed_counts_and_where_does_not(directory: Path) -> None:
+    """By the engine's options: vLLM's hashes of images do not tell them."""
+
+    def told(**options: object) -> ModelIdentity:
+        return identity(directory, multimodal_config=SimpleNamespace(mm_processor_kwargs=options or None))
+
+    assert told() == told(device="cuda") == identity(directory)
+    assert told(do_rescale=False).config_digest not in (told().config_digest, told(do_rescale=True).config_digest)
+    assert told(do_rescale=False, device="cuda") == told(do_rescale=False)
+
+
 def test_other_weights_are_another_model(directory: Path) -> None:
     ours = identity(directory)
     save_file({**WEIGHTS, "model.layers.1.self_attn.k_proj.weight": np.full(64, 7)}, directory / "model.safetensors")
