@@ -20,11 +20,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from pd_connector.orders import Orders, Report, StoreEnds, StoreOrder
+import numpy as np
+
+from layout.copies import Int64Array
+from pd_connector.orders import BlockMoves, Orders, Report, StoreEnds, StoreOrder
+from pd_connector.scheduler.host.loans import CopyLoan
 from pd_connector.scheduler.host.tier import HostTier
 from pd_connector.scheduler.prefill.checksum_table import ChecksumTable
 from pd_connector.scheduler.prefill.leases import LeaseTable, MovableLease
-from pd_connector.scheduler.prefill.moving_lease import MovingLease, block_moves, device_blocks
 from pd_connector.scheduler.scheduler_role import SchedulerRole, ended
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.block_pools import Leased
@@ -45,11 +48,32 @@ _CHOSEN_WHILE_FULL = 64
 _LOG_INTERVAL_S = 10.0
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Move:
+    """A lease on its way: its blocks on the device, and host blocks that are lent for them."""
+
+    lease: MovableLease[Leased]
+    why: str  # it moves
+    loan: CopyLoan
+    ids: Int64Array  # of the blocks
+
+    def copies(self) -> Int64Array:
+        """Return the cache group, id and slot of the blocks that host memory did not hold: [3, blocks]."""
+        ids, slots = self.ids, self.loan.slots
+        if len(self.loan.new) < len(ids):
+            new = list(self.loan.new)
+            ids, slots = ids[new], slots[new]
+        groups = np.zeros_like(ids)
+        for group, table in enumerate(self.lease.tables[1:], start=1):
+            groups[np.isin(ids, table)] = group
+        return np.array([groups, ids, slots])
+
+
 @dataclass(slots=True)
 class _Copy:
     """What one store copies. If it fails, all of these leases stay."""
 
-    moves: tuple[MovingLease, ...]
+    moves: tuple[_Move, ...]
     ends: StoreEnds = field(default_factory=lambda: StoreEnds(0))
 
 
@@ -83,7 +107,7 @@ class LeaseMoves(SchedulerRole):
         self._clock = clock
         self._tier: HostTier | None = None
         self._ranks = 1
-        self._moves: dict[str, MovingLease] = {}  # under way, by lease
+        self._moves: dict[str, _Move] = {}  # under way, by lease
         self._copies: dict[int, _Copy] = {}  # under way, by the id of their store
         self._next_store = -1
         self._rests_until = 0.0
@@ -139,7 +163,7 @@ class LeaseMoves(SchedulerRole):
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books balance."""
         assert all(copy.ends.ranks < self._ranks for copy in self._copies.values()), "a copy should have ended"
-        waiting = {move.lease_id for copy in self._copies.values() for move in copy.moves}
+        waiting = {move.lease.lease_id for copy in self._copies.values() for move in copy.moves}
         assert waiting == self._moves.keys(), "a move would never end"
 
     def _chosen(self) -> Iterator[tuple[MovableLease[Leased], str]]:
@@ -147,13 +171,13 @@ class LeaseMoves(SchedulerRole):
         is_short = self._is_short()
         above = self._blocks.leased - self._most_leased * self._blocks.total
         if not is_short:
-            above -= sum(len(move.blocks) for move in self._moves.copy().values())
+            above -= sum(len(move.lease.held.blocks) for move in self._moves.copy().values())
             if above <= 0:
                 return
         too_large = self._least_too_large
         most = _CHOSEN_AT_ONCE if too_large == math.inf else _CHOSEN_WHILE_FULL
         for lease in self._leases.movable(0.0 if is_short else _GRACE_S, most, frozenset(self._moves.copy())):
-            if (blocks := len(device_blocks(lease))) >= too_large or not self._checksums.are_taken(lease.lease_id):
+            if (blocks := len(lease.held.blocks)) >= too_large or not self._checksums.are_taken(lease.lease_id):
                 continue
             yield lease, "short" if is_short else "share"
             above -= blocks
@@ -174,10 +198,11 @@ class LeaseMoves(SchedulerRole):
 
     def _order(self, tier: HostTier) -> tuple[StoreOrder, ...]:
         """Begin moves; return the copies of those blocks that host memory lacks."""
-        begun: list[MovingLease] = []
+        begun: list[_Move] = []
         blocks = 0
         for lease, why in self._chosen():
-            held = device_blocks(lease)
+            held = lease.held.blocks
+            assert not lease.held.hosts, "the lease must stay where it is"
             if len(held) >= self._least_too_large or tier.is_storing(held):
                 continue
             loan = tier.loans.lend_for_copies(held)
@@ -185,19 +210,20 @@ class LeaseMoves(SchedulerRole):
                 self.counts["lease_moves", "full"] += 1
                 self._stays(len(held), tier.pool.slots)
                 continue
-            begun.append(MovingLease(lease, why, loan, ids_of(held)))
+            begun.append(_Move(lease, why, loan, ids_of(held)))
             if (blocks := blocks + len(held)) >= _BLOCKS_AT_ONCE:
                 break
-        copied = tuple(move for move in begun if move.copied)
-        self._moves |= {move.lease_id: move for move in copied}
+        copied = tuple(move for move in begun if move.loan.new)
+        self._moves |= {move.lease.lease_id: move for move in copied}
         for move in begun:
-            if not move.copied:
+            if not move.loan.new:
                 self._end(move, StoreEnds(self._ranks))
         if not copied:
             return ()
         store_id, self._next_store = self._next_store, self._next_store - 1
         self._copies[store_id] = _Copy(copied)
-        return (StoreOrder(store_id, block_moves(copied)),)
+        copies = BlockMoves(*np.concatenate([move.copies() for move in copied], axis=1))
+        return (StoreOrder(store_id, copies),)
 
     def _stays(self, blocks: int, slots: int) -> None:
         """Note that a lease of so many blocks finds no room in host memory of so many slots."""
@@ -209,14 +235,21 @@ class LeaseMoves(SchedulerRole):
             "Raise cpu_bytes_to_use",
         )
 
-    def _end(self, move: MovingLease, ends: StoreEnds) -> None:
-        """End a move whose copies have ended, or that needed none."""
-        self._moves.pop(move.lease_id, None)
-        if move.end(self._leases, self._blocks, self.tier.loans, ends):
-            self.counts["lease_blocks_moved", "copied"] += move.copied
-            self.counts["lease_blocks_moved", "present"] += len(move.blocks) - move.copied
+    def _end(self, move: _Move, ends: StoreEnds) -> None:
+        """Let a lease point to host memory, unless its copies have failed, or it was read or has ended meanwhile.
+
+        What was copied can be found by others from now on.
+        """
+        lease_id, blocks, loan, loans = move.lease.lease_id, move.lease.held.blocks, move.loan, self.tier.loans
+        self._moves.pop(lease_id, None)
+        slots = dict(zip(move.ids.tolist(), loan.slots.tolist(), strict=True))
+        if not ends.failed and self._leases.move(lease_id, Leased(hosts=loan.hosts), slots) is not None:
+            loans.publish(blocks, loan)
+            self._blocks.release(blocks)  # those that the prompt ends with are evicted first
+            self.counts["lease_blocks_moved", "copied"] += len(loan.new)
+            self.counts["lease_blocks_moved", "present"] += len(blocks) - len(loan.new)
             self.counts["lease_moves", move.why] += 1
-        elif ends.failed:
-            self.counts["lease_moves", "failed"] += 1
-        else:
-            self.counts["lease_moves", "read" if self._leases.still_valid([move.lease_id]) else "ended"] += 1
+            return
+        loans.take_back(loan.hosts, loan.new if ends.unsettled else ())
+        how = "failed" if ends.failed else "read" if self._leases.still_valid([lease_id]) else "ended"
+        self.counts["lease_moves", how] += 1

@@ -1,7 +1,4 @@
-"""Leases that move to host memory: with every byte that is copied, whatever readers, failures and the clock do.
-
-Covers: pd_connector.scheduler.prefill.moving_lease.
-"""
+"""Leases that move to host memory: with every byte that is copied, whatever readers, failures and the clock do."""
 
 import logging
 
