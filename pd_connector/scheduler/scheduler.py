@@ -13,7 +13,7 @@ from pd_connector.params import is_decode_leg, is_prefill_leg
 from pd_connector.scheduler.block_demand import BlockDemand
 from pd_connector.scheduler.compute_rate import ComputeRate, PromptTimes
 from pd_connector.scheduler.decode.border_states import BorderStates
-from pd_connector.scheduler.decode.canaries import Canaries, NoCanaries
+from pd_connector.scheduler.decode.canaries import Canaries
 from pd_connector.scheduler.decode.consumer import Consumer
 from pd_connector.scheduler.decode.landings import LandingMode, Landings
 from pd_connector.scheduler.decode.peer_prefixes import PeerPrefixes
@@ -163,7 +163,7 @@ class ConnectorScheduler:
                 self._roles.append(self._make_bootstrap(producer))
         else:
             self._roles.append(self._admission)
-        if type(self._canaries) is not NoCanaries:
+        if self._canaries.tries:
             self._roles.append(self._canaries)
         peer_prefixes = self._make_peer_prefixes(keys) if self._config.peers is not None else None
         if peer_prefixes is not None or self._config.pool is not None:
@@ -379,7 +379,7 @@ class ConnectorScheduler:
     @property
     def _waits_for_workers(self) -> bool:
         """Whether a role needs handshakes of workers that have not arrived. They come with the next step's report."""
-        needs = self._role.is_read or self._config.cpu_bytes_to_use > 0 or isinstance(self._canaries, Canaries)
+        needs = self._role.is_read or self._config.cpu_bytes_to_use > 0 or self._canaries.tries
         return needs and not self._workers.known
 
     @property
@@ -432,14 +432,13 @@ class ConnectorScheduler:
         loaded_first = installed.current().serves_loaded_first
         return RequestAdmission(limits, self._demand, leases, consumer, self._clock, loaded_first=loaded_first)
 
-    def _make_canaries(self) -> NoCanaries:
+    def _make_canaries(self) -> Canaries:
         mode = self._config.canary_mode
-        if all(kept.states for kept in self._retentions):
-            return NoCanaries()  # there are no keys and values to compare
-        if mode == "off" or not self._role.reads:
-            return NoCanaries()
-        is_spoilt = self._external.is_spoilt
-        return Canaries(self._blocks, self._retentions, is_spoilt, refuses=mode == "refuse", clock=self._clock)
+        compares = not all(kept.states for kept in self._retentions)  # else there are no keys and values
+        return Canaries(
+            self._blocks, self._retentions, self._external.is_spoilt, clock=self._clock,
+            tries=mode != "off" and self._role.reads and compares, refuses=mode == "refuse",
+        )  # fmt: skip
 
     def _make_consumer(self, keys: ControlKeys | None, kv_cache_config: "KVCacheConfig") -> Consumer:
         limits, queue_s = self._limits, self._config.queue_timeout_s

@@ -79,48 +79,6 @@ class Standing(enum.Enum):
     UNTRIED = enum.auto()
 
 
-class NoCanaries(SchedulerRole):
-    """Takes every prefill engine for proven."""
-
-    def look(self, request: "Request", remote: RemotePrefill) -> Standing | Refused:
-        """Return what is known of the prefill engine that holds a request's prompt."""
-        return Standing.PROVEN
-
-    def begin(
-        self,
-        request: "Request",
-        remote: RemotePrefill,
-        computed_tokens: int,
-        *,
-        is_same_prompt: bool,
-        is_decode_leg: bool = True,
-    ) -> bool:
-        """Make a request the canary of an untried engine, if it can be one; return whether it is.
-
-        Args:
-            request: it was given its first blocks, and will be computed here.
-            remote: what the engine holds of its prompt.
-            computed_tokens: at the begin of its prompt, which are here already.
-            is_same_prompt: whether it is known that the engine has computed the same prompt, images included.
-            is_decode_leg: whether somebody keeps its lease alive until ``take_ended`` returns it.
-        """
-        return False
-
-    def take_ended(self) -> list[str]:
-        """Return the decode legs whose canaries have ended since the last call: their leases are not needed."""
-        return []
-
-    @property
-    def request_ids(self) -> frozenset[str]:
-        """The decode legs that are canaries, until ``take_ended`` returns them."""
-        return frozenset()
-
-    @property
-    def waiting(self) -> Collection[str]:
-        """The requests that wait for a verdict."""
-        return ()
-
-
 @dataclass(slots=True)
 class _Canary:
     """A canary under way. ``held`` are references to what was computed; None as long as it has not been."""
@@ -138,7 +96,7 @@ class _Canary:
     has_left: bool = False  # what was computed here is lost, so nothing is proven
 
 
-class Canaries(NoCanaries):
+class Canaries(SchedulerRole):
     """Owns the verdicts on prefill engines, and the canaries under way."""
 
     def __init__(
@@ -147,6 +105,7 @@ class Canaries(NoCanaries):
         groups: Sequence[Retention],
         is_spoilt: "Callable[[Request], bool]" = lambda request: False,
         *,
+        tries: bool = True,
         refuses: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -156,9 +115,11 @@ class Canaries(NoCanaries):
             blocks: of the device.
             groups: what each cache group keeps.
             is_spoilt: whether what a request has computed comes of what another connector failed to load.
+            tries: every engine is taken for proven if this is False.
             refuses: nothing is pulled from engines that differ; they are only warned of if this is False.
             clock: in seconds.
         """
+        self.tries = tries
         self._blocks = blocks
         self._is_spoilt = is_spoilt
         self._groups = groups
@@ -191,6 +152,8 @@ class Canaries(NoCanaries):
 
         A request that has waited for a verdict long enough, while its canary made no progress, is refused.
         """
+        if not self.tries:
+            return Standing.PROVEN
         now, key = self._clock(), _key(request, remote)
         standing = self._standing(key, now)
         if standing is not Standing.AWAITED:
@@ -221,9 +184,17 @@ class Canaries(NoCanaries):
         is_same_prompt: bool,
         is_decode_leg: bool = True,
     ) -> bool:
-        """Order the pull of the last tokens that a request computes here into scratch memory.
+        """Make a request the canary of an untried engine, if it can be one; return whether it is.
 
-        Not if they do not fill a block, or if other engines are being proven in all of that memory.
+        The pull of the last tokens that it computes here is ordered, into scratch memory. It cannot be one if they do
+        not fill a block, or if other engines are being proven in all of that memory.
+
+        Args:
+            request: it was given its first blocks, and will be computed here.
+            remote: what the engine holds of its prompt.
+            computed_tokens: at the begin of its prompt, which are here already.
+            is_same_prompt: whether it is known that the engine has computed the same prompt, images included.
+            is_decode_leg: whether somebody keeps its lease alive until ``take_ended`` returns it.
         """
         key, tokens = _key(request, remote), self._tokens(request, remote, computed_tokens)
         assert self._standing(key, self._clock()) is Standing.UNTRIED, "the engine is tried"
@@ -246,7 +217,7 @@ class Canaries(NoCanaries):
         return True
 
     def take_ended(self) -> list[str]:
-        """Return the decode legs whose canaries have ended since the last call."""
+        """Return the decode legs whose canaries have ended since the last call: their leases are not needed."""
         ended, self._ended = self._ended, []
         return ended
 

@@ -42,7 +42,7 @@ from pd_connector.params import (
 )
 from pd_connector.progress import Progress
 from pd_connector.scheduler.decode.border_states import BorderStates
-from pd_connector.scheduler.decode.canaries import NoCanaries, Standing
+from pd_connector.scheduler.decode.canaries import Canaries, Standing
 from pd_connector.scheduler.decode.legs import (
     Announced,
     Computed,
@@ -94,7 +94,7 @@ class Consumer(SchedulerRole):
         ahead: PullsAhead,
         retentions: Sequence[Retention] = (),
         layers: Sequence[Collection[str]] = (),
-        canaries: NoCanaries | None = None,
+        canaries: Canaries | None = None,
         prompts: Prompts | None = None,
         borders: BorderStates | None = None,
     ) -> None:
@@ -105,7 +105,7 @@ class Consumer(SchedulerRole):
         self._prompts = prompts or Prompts()
         self._retentions = retentions
         self._needed = NeededBlocks(retentions, layers)
-        self._canaries = canaries or NoCanaries()
+        self._canaries = canaries or Canaries(DeviceBlocks(), (), tries=False)
         self._renewals = renewals
         self._subscriptions = subscriptions
         self._ahead = ahead

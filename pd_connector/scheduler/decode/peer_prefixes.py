@@ -30,7 +30,7 @@ from layout.geometry import layers_by_group
 from pd_connector.orders import Orders, PullOrder, RankEnds, Report, WorkerHandshake
 from pd_connector.params import ParamsError, RemotePrefill, check_groups, is_decode_leg, prefixes_at
 from pd_connector.scheduler.compute_rate import ComputeRate
-from pd_connector.scheduler.decode.canaries import NoCanaries, Standing
+from pd_connector.scheduler.decode.canaries import Canaries, Standing
 from pd_connector.scheduler.decode.needed_blocks import NeededBlocks
 from pd_connector.scheduler.readers import Readers
 from pd_connector.scheduler.scheduler_role import SchedulerRole, ended
@@ -100,7 +100,7 @@ class PeerPrefixes(SchedulerRole):
         blocks: DeviceBlocks,
         groups: Sequence[Retention],
         hashes: BlockHashes,
-        canaries: NoCanaries,
+        canaries: Canaries,
         rate: ComputeRate,
         held_in_host: "Callable[[Request, int], int]" = lambda request, computed_tokens: 0,
         clock: Callable[[], float] = time.monotonic,

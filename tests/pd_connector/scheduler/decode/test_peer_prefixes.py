@@ -9,7 +9,7 @@ import pytest
 
 from pd_connector.orders import Cause
 from pd_connector.params import RemotePrefill
-from pd_connector.scheduler.decode.canaries import NoCanaries, Standing
+from pd_connector.scheduler.decode.canaries import Canaries, Standing
 from pd_connector.scheduler.decode.legs import Refused
 from pd_connector.scheduler.decode.peer_prefixes import PeerPrefixes
 from tests.support.simulation.prefix_engines import (
@@ -434,7 +434,7 @@ def test_decode_legs_and_prompts_that_must_be_computed_are_not_asked_for(world: 
     assert not finder.counts
 
 
-class ScriptedCanaries(NoCanaries):
+class ScriptedCanaries(Canaries):
     """Says of every engine what the test says, and remembers what is to prove it."""
 
     def __init__(self, standing: Standing | Refused) -> None:
