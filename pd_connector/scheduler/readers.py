@@ -1,15 +1,11 @@
 """Which engine has read a prompt: it decodes it, and so holds what follows it when the conversation goes on."""
 
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TypeVar
 
+from transfer.control.limits import LastFew
 from transfer.errors import BadAddress
 from transfer.peers import Address, parse_address
-
-_Key = TypeVar("_Key")
-_Value = TypeVar("_Value")
 
 #: Prompts that are remembered, the last ones: some megabytes.
 _MAX_PROMPTS = 16_384
@@ -23,10 +19,9 @@ class Readers:
 
     def __init__(self, max_prompts: int = _MAX_PROMPTS) -> None:
         """Remember nothing yet, and at most so many prompts."""
-        self._max_prompts = max_prompts
         self._lock = threading.Lock()
-        self._leased: OrderedDict[str, tuple[bytes, ...]] = OrderedDict()  # hashes of the last blocks, by lease
-        self._readers: OrderedDict[bytes, Address] = OrderedDict()  # by such a hash
+        self._leased: LastFew[str, tuple[bytes, ...]] = LastFew(max_prompts)  # hashes of the last blocks, by lease
+        self._readers: LastFew[bytes, Address] = LastFew(_LAST_BLOCKS * max_prompts)  # by such a hash
 
     def leased(self, lease_id: str, hashes: Sequence[bytes]) -> None:
         """Take up a lease over a prompt whose whole blocks have these ``hashes``, each of all tokens up to its end."""
@@ -34,7 +29,7 @@ class Readers:
         if not last:
             return
         with self._lock:
-            _remember(self._leased, lease_id, last, self._max_prompts)
+            self._leased[lease_id] = last
 
     def read(self, lease_id: str, prefixes_at: str) -> None:
         """Note that an engine has read a lease, whose control channel is at ``prefixes_at``, ``host:port``.
@@ -47,16 +42,9 @@ class Readers:
             return
         with self._lock:
             for key in self._leased.pop(lease_id, ()):
-                _remember(self._readers, key, reader, _LAST_BLOCKS * self._max_prompts)
+                self._readers[key] = reader
 
     def reader_of(self, hashes: Sequence[bytes]) -> Address | None:
         """Return who has read the longest beginning of a prompt whose whole blocks have these ``hashes``."""
         with self._lock:
             return next((self._readers[key] for key in map(bytes, reversed(hashes)) if key in self._readers), None)
-
-
-def _remember(book: OrderedDict[_Key, _Value], key: _Key, value: _Value, limit: int) -> None:
-    book[key] = value
-    book.move_to_end(key)
-    if len(book) > limit:
-        book.popitem(last=False)

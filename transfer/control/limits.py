@@ -1,10 +1,15 @@
-"""Limits on what peers may make an engine do: in a message, with all connections, and how often warnings are logged."""
+"""Limits on what peers may make an engine do: in a message, with all connections, what it remembers, and logs."""
 
 import logging
 import time
+from collections import OrderedDict
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 
 MAX_LEASE_IDS = 20_000  # per message, because they are looked up in one go
 MAX_ID_CHARACTERS = 128  # of an engine, lease or pull id, or a digest: some are kept for a while
@@ -21,6 +26,22 @@ class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
     # What they may have sent that is not read as complete messages. 2 bytes on the wire, as a frame, may take 64 of
     # memory. 64 decode engines that all renew a thousand leases at once stay far below.
     unread_bytes: int = 8 * 1024 * 1024
+
+
+class LastFew(OrderedDict[_Key, _Value]):
+    """What was set last, oldest first: for keys of which peers and clients could name any number."""
+
+    def __init__(self, most: int) -> None:
+        """Hold nothing yet, and never more than ``most`` entries."""
+        super().__init__()
+        self._most = most
+
+    def __setitem__(self, key: _Key, value: _Value) -> None:
+        """Set an entry anew. What was set longest ago is forgotten."""
+        super().__setitem__(key, value)
+        self.move_to_end(key)
+        if len(self) > self._most:
+            self.popitem(last=False)
 
 
 @dataclass(slots=True)

@@ -36,6 +36,7 @@ from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.cache_specs import Retention
 from pd_connector.vllm.device_blocks import DeviceBlocks
 from pd_connector.vllm.requests import adapter
+from transfer.control.limits import LastFew
 from transfer.peers import Address
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ class Canaries(SchedulerRole):
         self._room: CanaryRoom | None = None  # None until workers are known
         self._ranks = 0
         self._free: list[int] = []  # areas of the scratch memory
-        self._verdicts: dict[_Key, Refused | None] = {}  # None if it is proven; oldest first
+        self._verdicts: LastFew[_Key, Refused | None] = LastFew(_MAX_VERDICTS)  # None if it is proven
         self._under_way: dict[str, _Canary] = {}  # by request
         #: By request that waits for a verdict: since when nothing was computed of its canary, and of how many tokens.
         self._waits: dict[str, tuple[float, int]] = {}
@@ -310,7 +311,6 @@ class Canaries(SchedulerRole):
         assert len(set(keys)) == len(keys), "an engine is being proven twice"
         assert not self._verdicts.keys() & set(keys), "an engine is being proven that has its verdict"
         assert all(canary.ends.ranks < self._ranks for canary in self._under_way.values()), "one should have ended"
-        assert len(self._verdicts) <= _MAX_VERDICTS, "verdicts are never forgotten"
 
     def _standing(self, key: _Key, now: float) -> Standing | Refused:
         if key in self._verdicts:
@@ -399,7 +399,7 @@ class Canaries(SchedulerRole):
             )  # fmt: skip
         elif ends.difference and not canary.has_left:  # of any rank: one whose pull has failed proves nothing
             self.counts["canaries", "differs"] += 1
-            self._decide(canary.key, self._refuse(name, request_id, ends.difference))
+            self._verdicts[canary.key] = self._refuse(name, request_id, ends.difference)
         elif ends.failure:
             self.counts["canaries", "failed"] += 1
             logger.error(
@@ -408,7 +408,7 @@ class Canaries(SchedulerRole):
             )  # fmt: skip
             if ends.cause in _OF_THE_ENGINE:
                 until = math.inf if ends.cause is Cause.INCOMPATIBLE else self._clock() + _RETRY_S
-                self._decide(canary.key, Refused(ends.cause, ends.failure, until))
+                self._verdicts[canary.key] = Refused(ends.cause, ends.failure, until)
         elif canary.has_left:
             self.counts["canaries", "left"] += 1
         elif not ends.samples:
@@ -419,7 +419,7 @@ class Canaries(SchedulerRole):
             )  # fmt: skip
         else:
             self.counts["canaries", "proven"] += 1
-            self._decide(canary.key, None)
+            self._verdicts[canary.key] = None
             logger.info(
                 "PDConnector: %s is proven: %d tokens of request %s, pulled from there, agree with what was computed "
                 "here, in %d parts of layers", name, len(canary.tokens), request_id, ends.samples,
@@ -439,11 +439,6 @@ class Canaries(SchedulerRole):
             "warn or off", found, request_id, way_out,
         )  # fmt: skip
         return Refused(Cause.CANARY, f"{found}; {way_out}")
-
-    def _decide(self, key: _Key, verdict: Refused | None) -> None:
-        self._verdicts[key] = verdict
-        if len(self._verdicts) > _MAX_VERDICTS:
-            del self._verdicts[next(iter(self._verdicts))]
 
 
 def _key(request: "Request", remote: RemotePrefill) -> _Key:

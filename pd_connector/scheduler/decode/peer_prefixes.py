@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -39,7 +39,7 @@ from pd_connector.vllm.cache_specs import Retention
 from pd_connector.vllm.device_blocks import DeviceBlocks, HeldBlocks
 from pd_connector.vllm.requests import computes_whole_prompt
 from transfer.control.client import ControlClient
-from transfer.control.limits import MAX_HASHES, ThrottledWarnings
+from transfer.control.limits import MAX_HASHES, LastFew, ThrottledWarnings
 from transfer.control.messages import Cancel, Find, Found
 from transfer.errors import TransferError
 from transfer.peers import Address
@@ -57,8 +57,6 @@ _SILENCE_S = 10.0
 #: Peers of which something is known; requests may name any number.
 _MOST_KNOWN = 1024
 _LOG_INTERVAL_S = 60.0
-
-_Known = TypeVar("_Known")
 
 
 @dataclass(slots=True)
@@ -139,8 +137,8 @@ class PeerPrefixes(SchedulerRole):
         self._to_prove: dict[str, tuple[RemotePrefill, int]] = {}  # by request: an untried peer, and tokens held here
         self._asked: set[str] = set()  # requests that are not asked for again
         self._reader: dict[str, Address | None] = {}  # who has read the beginning of a prompt here, by request
-        self._silent_until: dict[Address, float] = {}
-        self._peer_hash_tokens: dict[Address, int] = {}
+        self._silent_until: LastFew[Address, float] = LastFew(_MOST_KNOWN)
+        self._peer_hash_tokens: LastFew[Address, int] = LastFew(_MOST_KNOWN)
         self._orders: list[PullOrder] = []
         self._warnings = ThrottledWarnings(logger, _LOG_INTERVAL_S)
 
@@ -335,7 +333,7 @@ class PeerPrefixes(SchedulerRole):
             asking.again.add(peer)
             others[peer] = found.hash_tokens
         for peer, hash_tokens in others.items():
-            _remember(self._peer_hash_tokens, peer, hash_tokens)
+            self._peer_hash_tokens[peer] = hash_tokens
             self._ask(asking, peer, hash_tokens)
         return bool(others)
 
@@ -369,7 +367,7 @@ class PeerPrefixes(SchedulerRole):
 
     def _leave_aside(self, peer: Address) -> None:
         """Do not ask a peer for a while."""
-        _remember(self._silent_until, peer, self._clock() + _SILENCE_S)
+        self._silent_until[peer] = self._clock() + _SILENCE_S
 
     def _abandon(self, asking: _Asking) -> None:
         """Let go of what peers offer, or will offer, for a request that has left."""
@@ -433,14 +431,6 @@ class PeerPrefixes(SchedulerRole):
             self.counts["prefixes", "pulled"] += 1
             self.counts["prefix_tokens", ""] += pulling.end - pulling.first
         self._blocks.give_back(_blocks_of(pulling))
-
-
-def _remember(book: dict[Address, _Known], peer: Address, known: _Known) -> None:
-    """Note something of a peer. What was noted longest ago is forgotten."""
-    book.pop(peer, None)
-    book[peer] = known
-    if len(book) > _MOST_KNOWN:
-        del book[next(iter(book))]
 
 
 def _blocks_of(pulling: _Pulling) -> HeldBlocks:

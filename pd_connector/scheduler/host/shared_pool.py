@@ -18,7 +18,6 @@ import logging
 import math
 import secrets
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -39,6 +38,7 @@ from pd_connector.vllm.block_pools import BlockKeys, HostBlockPool, group_and_ha
 from pd_connector.vllm.cache_specs import Retention
 from pd_connector.vllm.device_blocks import HeldBlocks
 from pd_connector.vllm.requests import computes_whole_prompt
+from transfer.control.limits import LastFew
 from transfer.store.store_thread import RETRY_S, StoreThread
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ class SharedPool(SchedulerRole):
         self._to_put: list[BlockHashWithGroupId] = []
         self._once_more: set[BlockHashWithGroupId] = set()  # those of them that were not kept before
         self._puts: dict[int, _Put] = {}
-        self._known: OrderedDict[BlockHashWithGroupId, None] = OrderedDict()  # in the pool, as far as known
+        self._known: LastFew[BlockHashWithGroupId, None] = LastFew(_MAX_KNOWN)  # in the pool, as far as known
         self._closed_until = -math.inf
         self._next_id = 0
         self._orders = Orders()
@@ -385,7 +385,7 @@ class SharedPool(SchedulerRole):
         came = [index for index in range(len(fetch.entries)) if last - index not in fetch.ends.missing]
         for run in _runs(fetch.entries, came) if fetch.is_wanted else ():
             for index in run:
-                self._know(fetch.keys[index])
+                self._known[fetch.keys[index]] = None
             group, number = fetch.entries[run[0]]
             self._host.publish_at(fetch.request, group, number, tuple(fetch.hosts[index] for index in run))
         hit = self._host.find(fetch.request, fetch.first)
@@ -436,18 +436,12 @@ class SharedPool(SchedulerRole):
         for key in put.keys:
             if key not in missing:
                 if is_valid:
-                    self._know(key)
+                    self._known[key] = None
             elif is_valid and key not in put.once_more and len(self._to_put) < _MAX_TO_PUT:
                 self._to_put.insert(0, key)  # behind all others: the pool makes room meanwhile
                 self._once_more.add(key)
             else:
                 self.counts["pool_blocks", "refused"] += 1
-
-    def _know(self, key: "BlockHashWithGroupId") -> None:
-        """Note that a block need not be put again."""
-        self._known[key] = None
-        if len(self._known) > _MAX_KNOWN:
-            self._known.popitem(last=False)
 
 
 def _runs(entries: Sequence[tuple[int, int]], came: Iterable[int]) -> Iterator[list[int]]:

@@ -12,7 +12,7 @@ offered.
 import logging
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -23,6 +23,7 @@ from pd_connector.params import RemotePrefill
 from pd_connector.vllm.block_hashes import BlockHashes
 from pd_connector.vllm.cache_specs import Retention
 from pd_connector.vllm.device_blocks import DeviceBlocks, HeldBlocks, tokens_before
+from transfer.control.limits import LastFew
 from transfer.control.messages import Find, Found
 from transfer.control.waiting_requests import NotYet
 
@@ -130,7 +131,7 @@ class PrefixService:
         self._notify = notify
         self._lock = threading.Lock()
         self._asked: dict[str, tuple[Find, float]] = {}  # and when it came
-        self._answers: OrderedDict[str, Found] = OrderedDict()
+        self._answers: LastFew[str, Found] = LastFew(_MAX_ANSWERS)
         self._events: Counter[str] = Counter()
 
     def use_host(self, host: "HostBlockPool", lend: Lend) -> None:
@@ -179,8 +180,6 @@ class PrefixService:
             self._events["found" if found.lease_id else "refused" if found.reason else "nothing"] += 1
             with self._lock:
                 self._answers[find.find_id] = found
-                if len(self._answers) > _MAX_ANSWERS:
-                    self._answers.popitem(last=False)
                 del self._asked[find.find_id]
             self._notify(find.find_id)
 
@@ -198,7 +197,6 @@ class PrefixService:
         """Raise AssertionError unless the books balance."""
         with self._lock:
             assert not self._asked.keys() & self._answers.keys(), "a question is answered and open"
-            assert len(self._answers) <= _MAX_ANSWERS, "answers are never forgotten"
 
     def _answer(self, find: Find, engine_id: str, unfinished: Container[int] | None, *, is_late: bool) -> Found:
         own = Found(engine_id, self._hashes.hashing, self._blocks.hash_tokens)

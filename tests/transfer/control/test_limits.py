@@ -1,4 +1,4 @@
-"""What may be asked for in one message, and how often warnings are logged."""
+"""What may be asked for in one message, what is remembered of it, and how often warnings are logged."""
 
 import logging
 import time
@@ -12,6 +12,7 @@ from transfer.control.limits import (
     MAX_ID_CHARACTERS,
     MAX_LEASE_IDS,
     MAX_READERS,
+    LastFew,
     ThrottledWarnings,
 )
 from transfer.control.messages import (
@@ -107,3 +108,10 @@ def test_an_error_is_logged_with_its_traceback(caplog: pytest.LogCaptureFixture)
     except KeyError as error:
         warnings.warn("handler", "it failed", error=error)
     assert "KeyError: 'lease'" in caplog.text
+
+
+def test_what_was_set_longest_ago_is_forgotten() -> None:
+    last: LastFew[str, int] = LastFew(2)
+    for number, key in enumerate(("a", "b", "a", "c")):
+        last[key] = number
+    assert [*last.items()] == [("a", 2), ("c", 3)]
