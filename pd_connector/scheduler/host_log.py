@@ -3,7 +3,7 @@
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from pd_connector.scheduler.decode.landings import Fallback, Landings
@@ -27,49 +27,48 @@ class HostLog:
         self._leases = leases
         self._clock = clock
         self._next_at = -math.inf
-        self._moves: Counter[str] = Counter()  # that the lines before have told of, as are landings
-        self._landings: Counter[str] = Counter()
+        self._new: Counter[tuple[str, str]] = Counter()  # of which no line has told, by metric and label
 
     def write(self, moves: LeaseMoves | None, landings: Landings | None) -> None:
-        """Write what these roles have counted since the last line, if that is long enough ago. None: there is none."""
+        """Write what these roles have counted since the last line, if that is long enough ago. None: there is none.
+
+        To be called before their ``update_stats``, which forgets what they have counted, and once for each.
+        """
+        for role in (moves, landings):
+            if role is not None:
+                self._new.update(role.counts)
         now = self._clock()
-        if now < self._next_at:
-            return
-        moved = moves.totals - self._moves if moves is not None else Counter[str]()
-        landed = landings.totals - self._landings if landings is not None else Counter[str]()
-        if not (moved or landed):
+        if not self._new or now < self._next_at:
             return
         said = []
         if moves is not None:
-            said.append(self._of_leases(moved))
-            self._moves = moves.totals.copy()
+            said.append(self._of_leases())
         if landings is not None:
-            said.append(_of_landings(landed, landings.under_way))
-            self._landings = landings.totals.copy()
+            said.append(self._of_landings(landings.under_way))
+        self._new.clear()
         self._next_at = now + INTERVAL_S
         logger.info("PDConnector: host memory, since the last such line: %s", "; ".join(said))
 
-    def _of_leases(self, new: Counter[str]) -> str:
+    def _of_leases(self) -> str:
         active, in_host = self._leases.active, self._leases.in_host_memory  # leases may end meanwhile
+        copied, present = (self._new["lease_blocks_moved", label] for label in ("copied", "present"))
         return (
-            f"{new['copied'] + new['present']} blocks of {_sum(new, _MOVED)} leases have moved there "
-            f"({_each(new, _MOVED)}; {new['copied']} copied, {new['present']} present), {_sum(new, _STAYED)} moves "
-            f"came to nothing ({_each(new, _STAYED)}), now {active - in_host} leases lie on the device and {in_host} "
-            "in host memory"
+            f"{copied + present} blocks of {self._sum('lease_moves', _MOVED)} leases have moved there "
+            f"({self._each('lease_moves', _MOVED)}; {copied} copied, {present} present), "
+            f"{self._sum('lease_moves', _STAYED)} moves came to nothing ({self._each('lease_moves', _STAYED)}), now "
+            f"{active - in_host} leases lie on the device and {in_host} in host memory"
         )
 
+    def _of_landings(self, under_way: int) -> str:
+        landed, failed, left = (self._new["landings", label] for label in ("landed", "failed", "left"))
+        return (
+            f"{landed} prompts have landed there, {failed} failed, {left} left, {under_way} are under way, "
+            f"{self._sum('landing_fallbacks', Fallback)} were pulled to the device instead "
+            f"({self._each('landing_fallbacks', Fallback)})"
+        )
 
-def _of_landings(new: Counter[str], under_way: int) -> str:
-    reasons = tuple(reason.value for reason in Fallback)
-    return (
-        f"{new['landed']} prompts have landed there, {new['failed']} failed, {new['left']} left, {under_way} are under "
-        f"way, {_sum(new, reasons)} were pulled to the device instead ({_each(new, reasons)})"
-    )
+    def _sum(self, metric: str, labels: Iterable[str]) -> int:
+        return sum(self._new[metric, label] for label in labels)
 
-
-def _sum(counts: Counter[str], names: tuple[str, ...]) -> int:
-    return sum(counts[name] for name in names)
-
-
-def _each(counts: Counter[str], names: tuple[str, ...]) -> str:
-    return ", ".join(f"{name} {counts[name]}" for name in names)
+    def _each(self, metric: str, labels: Iterable[str]) -> str:
+        return ", ".join(f"{label} {self._new[metric, label]}" for label in labels)

@@ -287,9 +287,9 @@ class ConnectorScheduler:
 
     def update_stats(self) -> None:
         """Record what the roles have counted, and log what transfers did with host memory."""
+        self._host_log.write(self._moves, self._landings)
         for role in self._roles:
             role.update_stats(self._stats)
-        self._host_log.write(self._moves, self._landings)
 
     def reset(self) -> bool:
         """End all leases and drop the contents of host memory, for example after a weight update.

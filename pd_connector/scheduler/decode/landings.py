@@ -17,7 +17,6 @@ Everything runs on the scheduler's thread.
 """
 
 import logging
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -87,8 +86,6 @@ class Landings(SchedulerRole):
         self._under_way: dict[str, _Landing] = {}
         self._orders: list[PullOrder] = []
         self._fell_back: dict[str, _FellBack] = {}  # by request
-        #: Landings by event, and prompts without one by reason, all before the last update of the statistics.
-        self.totals: Counter[str] = Counter()
 
     def must_wait(self, request: "Request", computed_tokens: int) -> bool:
         """Return whether a request must wait for its prompt to arrive in host memory; begin that if it can be.
@@ -136,8 +133,6 @@ class Landings(SchedulerRole):
 
     def update_stats(self, stats: StatsRecorder) -> None:
         """Record how landings have ended, and why there was none."""
-        for (_, label), number in self.counts.items():
-            self.totals[label] += number
         super().update_stats(stats)
         stats.gauge("landings_under_way", self.under_way)
 

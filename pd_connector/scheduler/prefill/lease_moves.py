@@ -16,7 +16,6 @@ many may be due at once.
 import logging
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -112,8 +111,6 @@ class LeaseMoves(SchedulerRole):
         self._next_store = -1
         self._rests_until = 0.0
         self._too_large = math.inf  # until then, leases of so many blocks and more stay where they are
-        #: Leases by what became of their move, and blocks ``copied`` and ``present``, all before the last such update.
-        self.totals: Counter[str] = Counter()
         self._warnings = ThrottledWarnings(logger, _LOG_INTERVAL_S)
 
     def use(self, tier: HostTier, ranks: int) -> None:
@@ -155,8 +152,6 @@ class LeaseMoves(SchedulerRole):
 
     def update_stats(self, stats: StatsRecorder) -> None:
         """Record which leases have moved and why, which have not, and how many lie in host memory."""
-        for (_, label), number in self.counts.items():
-            self.totals[label] += number
         super().update_stats(stats)
         stats.gauge("leases_in_host", self._leases.in_host_memory)
 

@@ -47,8 +47,8 @@ def test_it_says_which_leases_have_moved_and_why_with_how_many_blocks_and_where_
     log = HostLog(engine.leases, engine.clock)
 
     def write() -> None:
-        engine.counted()
         log.write(engine.moves, None)
+        engine.counted()
 
     for number, prompt in enumerate((0, 1, 2)):
         engine.prefill(f"lease{number}", prompt)
@@ -78,8 +78,8 @@ def test_it_is_written_once_in_a_while_and_tells_of_nothing_twice(lines: Callabl
         engine.prefill(f"lease{number}", number)
         engine.step()
         engine.report({store: StoreEnds(2) for store in engine.under_way[-1:]})
-        engine.counted()
         log.write(engine.moves, None)
+        engine.counted()
         told.append(len(lines()))
     assert told == [1, 0, 0]
     engine.clock.advance(INTERVAL_S - 0.01)
@@ -98,7 +98,7 @@ def test_it_is_written_once_in_a_while_and_tells_of_nothing_twice(lines: Callabl
 class Counted:
     """What a line tells of landings."""
 
-    totals: Counter[str] = field(default_factory=Counter)
+    counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     under_way: int = 0
 
 
@@ -108,13 +108,14 @@ def test_it_says_what_landings_came_to(lines: Callable[[], list[str]]) -> None:
     landings = Counted(under_way=5)
     log.write(None, cast("Landings", landings))
     assert lines() == []
-    landings.totals.update(landed=7, failed=2, left=1, full=3, too_large=1)
+    landings.counts.update({("landings", "landed"): 7, ("landings", "failed"): 2, ("landings", "left"): 1})
+    landings.counts.update({("landing_fallbacks", "full"): 3, ("landing_fallbacks", "too_large"): 1})
     log.write(None, cast("Landings", landings))
     assert lines() == [
         "7 prompts have landed there, 2 failed, 1 left, 5 are under way, 4 were pulled to the device instead "
         "(full 3, too_large 1)"
     ]
-    landings.totals.update(landed=1)
+    landings.counts = Counter({("landings", "landed"): 1})
     clock.advance(INTERVAL_S)
     log.write(None, cast("Landings", landings))
     assert lines()[0].startswith("1 prompts have landed there, 0 failed")
@@ -141,9 +142,9 @@ def test_an_engine_writes_of_what_its_role_does_in_one_line(
     side.set_workers({(0, 0): WorkerHandshake(WorkerGeometry(0, 1, 0, 1, "10.0.0.5:15000", (), ()), 99)})
     side.update_stats()
     assert lines() == []
-    for role in (side._moves, side._landings):
+    for role, metric in ((side._moves, "lease_moves"), (side._landings, "landings")):
         if role is not None:
-            role.totals["failed"] += 1
+            role.counts[metric, "failed"] += 1
     side.update_stats()
     said = lines()
     assert len(said) == bool(parts)
