@@ -30,7 +30,6 @@ from pd_connector.scheduler.prefill.lease_moves import LeaseMoves
 from pd_connector.scheduler.prefill.lease_service import LeaseService
 from pd_connector.scheduler.prefill.leased_states import LeasedStates
 from pd_connector.scheduler.prefill.leases import LeaseTable
-from pd_connector.scheduler.prefill.prefix_service import PrefixSource
 from pd_connector.scheduler.prefill.producer import Producer
 from pd_connector.scheduler.readers import Readers
 from pd_connector.scheduler.request_admission import AdmissionLimits, RequestAdmission
@@ -410,7 +409,8 @@ class ConnectorScheduler:
         return Producer(
             service, config.host or host_address(), port, self._blocks, self._engine, drain, keys, in_flight,
             self._moves, self._prompt_slots, self._external,
-            LeasedStates(self._blocks, self._retentions, self._prompts), self._prefix_source,
+            LeasedStates(self._blocks, self._retentions, self._prompts),
+            self._hashes if config.serve_prefixes and not self._unshared else None, self._retentions,
             drafts_late=drafts_late(vllm_config), wants_blocks=lambda: admission.wants_blocks,
         )  # fmt: skip
 
@@ -453,12 +453,6 @@ class ConnectorScheduler:
         return Consumer(
             renewals, subscriptions, ahead, self._retentions, layers, self._canaries, self._prompts, borders
         )
-
-    @property
-    def _prefix_source(self) -> PrefixSource | None:
-        if not self._config.serve_prefixes or self._unshared:
-            return None
-        return PrefixSource(self._hashes, self._retentions)
 
     def _make_peer_prefixes(self, keys: ControlKeys | None) -> PeerPrefixes | None:
         if self._unshared:

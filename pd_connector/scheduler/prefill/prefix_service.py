@@ -75,27 +75,14 @@ class _Prefix:
         return tuple(tuple(0 if block.is_null else int(block.block_id) for block in group) for group in self.table)
 
 
-@dataclass(frozen=True)
-class PrefixSource:
-    """How prefixes are named and kept on an engine."""
-
-    hashes: BlockHashes
-    groups: Sequence[Retention]  # what vLLM keeps of a request in every cache group
-
-    @property
-    def whole_groups(self) -> dict[int, int]:
-        """Block sizes of the cache groups that keep every token, in tokens."""
-        every = enumerate(self.groups)
-        return {group: kept.block_tokens for group, kept in every if not (kept.window or kept.chunk or kept.states)}
-
-
 class PrefixService:
     """Owns the questions that have not been answered, and the last answers."""
 
     def __init__(
         self,
         blocks: DeviceBlocks,
-        source: PrefixSource,
+        hashes: BlockHashes,
+        groups: Sequence[Retention],
         being_written: Callable[[], set[int] | None],
         lend: Lend,
         wake: Callable[[], None],
@@ -108,7 +95,8 @@ class PrefixService:
 
         Args:
             blocks: of the device.
-            source: what is known of them.
+            hashes: name them.
+            groups: what vLLM keeps of a request in every cache group.
             being_written: returns the ids of the blocks that steps under way may write, None if nobody knows. They are
                 asked when a step has been scheduled.
             lend: grants a lease.
@@ -121,8 +109,11 @@ class PrefixService:
         self._wants_blocks = wants_blocks
         self._clock = clock
         self._blocks = blocks
-        self._hashes = source.hashes
-        self._whole = source.whole_groups
+        self._hashes = hashes
+        every = enumerate(groups)
+        self._whole = {  # block sizes of the groups that keep every token
+            group: kept.block_tokens for group, kept in every if not (kept.window or kept.chunk or kept.states)
+        }
         self._being_written = being_written
         self._lend = lend
         self._host: HostBlockPool | None = None

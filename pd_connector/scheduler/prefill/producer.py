@@ -16,10 +16,12 @@ from pd_connector.scheduler.prefill.drain import Drain
 from pd_connector.scheduler.prefill.lease_moves import LeaseMoves
 from pd_connector.scheduler.prefill.lease_service import LeaseService
 from pd_connector.scheduler.prefill.leased_states import LeasedStates
-from pd_connector.scheduler.prefill.prefix_service import PrefixService, PrefixSource
+from pd_connector.scheduler.prefill.prefix_service import PrefixService
 from pd_connector.scheduler.scheduler_role import SchedulerRole
 from pd_connector.stats import StatsRecorder
+from pd_connector.vllm.block_hashes import BlockHashes
 from pd_connector.vllm.block_pools import Leased, slot_of
+from pd_connector.vllm.cache_specs import Retention
 from pd_connector.vllm.device_blocks import DeviceBlocks, HeldBlocks
 from pd_connector.vllm.engine_core import EngineLoop
 from pd_connector.vllm.model_identity import of_engine
@@ -60,7 +62,8 @@ class Producer(SchedulerRole):
         slots: PromptSlots | None = None,
         external: ExternalLoads | None = None,
         states: LeasedStates | None = None,
-        prefixes: PrefixSource | None = None,
+        hashes: BlockHashes | None = None,
+        groups: Sequence[Retention] = (),
         *,
         drafts_late: bool = False,
         wants_blocks: Callable[[], bool] = lambda: False,
@@ -80,7 +83,8 @@ class Producer(SchedulerRole):
             slots: lent to prompts that are loaded from host memory; None if peers cannot read it.
             external: knows what other connectors load; None if there are none.
             states: chooses what a lease holds of states; None if no cache has any.
-            prefixes: how other engines find prefixes here; None if they may not.
+            hashes: name the blocks in which other engines find prefixes here; None if they may not.
+            groups: what vLLM keeps of a request in every cache group.
             drafts_late: whether a step may have ended for vLLM before it has written all layers.
             wants_blocks: returns whether requests wait for blocks of the device.
 
@@ -104,9 +108,9 @@ class Producer(SchedulerRole):
         self._legs: dict[str, VllmRequest] = {}  # requests that other engines are to decode
         self._outdated: set[str] = set()  # those of them that another model has begun to compute
         service.notify = self._server.changed
-        if prefixes is not None:
+        if hashes is not None:
             service.prefixes = PrefixService(
-                blocks, prefixes, self._announcer.being_written, self._lend, engine.wake, self._server.changed,
+                blocks, hashes, groups, self._announcer.being_written, self._lend, engine.wake, self._server.changed,
                 wants_blocks=wants_blocks,
             )  # fmt: skip
         self._server.start()

@@ -1,5 +1,6 @@
 """Questions for prefixes on their way from the control channel to the scheduler and back."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pd_connector.scheduler.prefill.prefix_service import PrefixService, PrefixSource
+from pd_connector.scheduler.prefill.prefix_service import PrefixService
 from pd_connector.vllm.cache_specs import Retention
 from tests.support.connector.requests import a_prompt, a_remote
 from tests.support.waiting import ManualClock
@@ -24,11 +25,13 @@ class FakeBlocks:
 
     def __init__(self) -> None:
         self.held, self.free = 8, 60
+        self.whole: dict[int, int] = {}  # the groups, and their block sizes, of which it was last asked
 
     def has_spare(self, number: int, share: float) -> bool:
         return self.free - number >= share * self.total
 
-    def may_hold(self, hashes: Any, tokens: int, groups: Any) -> bool:
+    def may_hold(self, hashes: Any, tokens: int, groups: dict[int, int]) -> bool:
+        self.whole = groups
         return bool(groups) and -(-tokens // BLOCK) <= min(self.held, len(hashes))
 
     def longest_prefix(self, hashes: Any) -> tuple[tuple[tuple[Any, ...], ...], int]:
@@ -39,13 +42,13 @@ class FakeBlocks:
 class Asked:
     """A service, and what it has done."""
 
-    def __init__(self) -> None:
+    def __init__(self, groups: Sequence[Retention] = (Retention(BLOCK),)) -> None:
         self.blocks, self.unfinished, self.woken, self.told, self.lent = FakeBlocks(), set[int](), 0, list[str](), 0
         hashes: Any = SimpleNamespace(hashing="alike")
         self.known, self.is_short, self.clock = True, False, ManualClock()
         blocks: Any = self.blocks
         self.service = PrefixService(
-            blocks, PrefixSource(hashes, [Retention(BLOCK)]), lambda: self.unfinished if self.known else None,
+            blocks, hashes, groups, lambda: self.unfinished if self.known else None,
             self.lend, self.wake, self.told.append, self.clock, wants_blocks=lambda: self.is_short,
         )  # fmt: skip
 
@@ -214,6 +217,7 @@ def test_answers_are_forgotten_with_their_leases_and_when_there_are_many(asked: 
 
 
 def test_groups_that_keep_a_window_say_nothing_of_what_may_be_found() -> None:
-    hashes: Any = None
     kept = [Retention(16), Retention(32, window=64), Retention(16, chunk=128), replace(Retention(64), states=True)]
-    assert PrefixSource(hashes, kept).whole_groups == {0: 16}
+    asked = Asked(kept)
+    asked.ask(find())
+    assert asked.blocks.whole == {0: 16}
