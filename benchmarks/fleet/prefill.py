@@ -20,6 +20,7 @@ from pd_connector.scheduler.block_demand import BlockDemand
 from pd_connector.scheduler.prefill.leases import LeaseTable
 from pd_connector.scheduler.request_admission import AdmissionLimits, RequestAdmission
 from pd_connector.vllm.cache_specs import Retention
+from transfer.control.messages import Release
 
 _FOR_D = {"do_remote_decode": True}
 
@@ -78,7 +79,7 @@ class Prefill:
 
     def release(self, job: Job) -> str:
         """Take D's word that it has read a prompt; return why that was not valid, or nothing."""
-        released = self.leases.release(job.lease_id, 0, 1, job.request_id, job.lease_id)
+        released = self.leases.release(Release("", job.lease_id, 0, 1, job.request_id, job.lease_id))
         self._sleeper.wake()
         return "" if released.valid else str(released.reason)
 

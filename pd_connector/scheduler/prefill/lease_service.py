@@ -355,14 +355,7 @@ class LeaseService(Generic[Held]):
             case Release():
                 if self._readers is not None and request.prefixes_at:
                     self._readers.read(request.lease_id, request.prefixes_at)
-                return self.leases.release(
-                    request.lease_id,
-                    request.reader,
-                    request.readers,
-                    request.pull_id,
-                    request.contents,
-                    request.place,
-                )
+                return self.leases.release(request)
             case Cancel(lease_ids=lease_ids, transfer_ids=transfer_ids):
                 lease_ids = (*lease_ids, *self.transfers.cancel(transfer_ids))
                 self.leases.cancel(lease_ids)

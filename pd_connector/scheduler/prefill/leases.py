@@ -22,7 +22,7 @@ from itertools import islice, repeat, takewhile
 from typing import Generic, TypeVar
 
 from pd_connector.orders import LeaseEnd
-from transfer.control.messages import InvalidReason, Located, Place, Released
+from transfer.control.messages import InvalidReason, Located, Place, Release, Released
 
 Held = TypeVar("Held")
 
@@ -53,12 +53,12 @@ class _Readers:
     count: int = 0  # as the first release said; 0 before it
     valid: dict[int, set[str]] = field(default_factory=dict)  # by reader that is done: its valid pulls
 
-    def refuse(self, reader: int, readers: int, pull_id: str) -> InvalidReason | None:
+    def refuse(self, release: Release) -> InvalidReason | None:
         """Return why a release cannot count, None if it can."""
-        if self.count not in (0, readers) or not 0 <= reader < readers:
+        if self.count not in (0, release.readers) or not 0 <= release.reader < release.readers:
             return InvalidReason.READERS
-        pulls = self.valid.get(reader, ())
-        return InvalidReason.RELEASED if pull_id not in pulls and len(pulls) >= _MAX_PULLS else None
+        pulls = self.valid.get(release.reader, ())
+        return InvalidReason.RELEASED if release.pull_id not in pulls and len(pulls) >= _MAX_PULLS else None
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class _Growing:
     is_being_read: bool = False  # as the reader has announced
     readers: _Readers = field(default_factory=_Readers)
 
-    def invalid(self, contents: str, place: str) -> InvalidReason | None:
+    def invalid(self, release: Release) -> InvalidReason | None:
         """Return why what was read is not valid: what the lease will hold is not known yet."""
         return InvalidReason.CONTENTS
 
@@ -104,13 +104,13 @@ class _Granted(Generic[Held]):
         is_read = self.is_located or self.read_until > now or bool(self.readers.valid)
         return bool(self.tables) and self.slots is None and self.is_written and not is_read
 
-    def invalid(self, contents: str, place: str) -> InvalidReason | None:
-        """Return why what was read at ``place`` is not valid, None if it is."""
-        if contents != self.contents:
+    def invalid(self, release: Release) -> InvalidReason | None:
+        """Return why what was read is not valid, None if it is."""
+        if release.contents != self.contents:
             return InvalidReason.CONTENTS
         if self.must_be_located and not self.is_located:
             return InvalidReason.EARLY
-        return None if place == self.place else InvalidReason.MOVED
+        return None if release.place == self.place else InvalidReason.MOVED
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,9 +324,7 @@ class LeaseTable(Generic[Held]):
             del self._may_move[lease_id]
             return before
 
-    def release(
-        self, lease_id: str, reader: int, readers: int, pull_id: str, contents: str, place: str = Place.DEVICE
-    ) -> Released:
+    def release(self, release: Release) -> Released:
         """Count one reader as done; the last one ends the lease.
 
         Returns:
@@ -336,17 +334,17 @@ class LeaseTable(Generic[Held]):
             holds, or elsewhere than where it lies, counts as done, but what it read is not valid.
         """
         with self._expired():
-            lease = self._active.get(lease_id) or self._growing.get(lease_id)
+            lease = self._active.get(release.lease_id) or self._growing.get(release.lease_id)
             if lease is None:
-                return self._release_past(lease_id, reader, readers, pull_id, contents, place)
+                return self._release_past(release)
             done = lease.readers
-            if (refused := done.refuse(reader, readers, pull_id)) is not None:
+            if (refused := done.refuse(release)) is not None:
                 return Released(False, refused)
-            invalid = lease.invalid(contents, place)
-            done.count = readers
-            done.valid.setdefault(reader, set()).update(() if invalid else (pull_id,))
-            if len(done.valid) == readers:
-                self._end(lease_id, LeaseEnd.RELEASED)
+            invalid = lease.invalid(release)
+            done.count = release.readers
+            done.valid.setdefault(release.reader, set()).update(() if invalid else (release.pull_id,))
+            if len(done.valid) == done.count:
+                self._end(release.lease_id, LeaseEnd.RELEASED)
             return Released(True) if invalid is None else Released(False, invalid)
 
     def cancel(self, lease_ids: Iterable[str]) -> None:
@@ -442,18 +440,17 @@ class LeaseTable(Generic[Held]):
         if lease_id in self._active or lease_id in self._growing or lease_id in self._past:
             raise ValueError(f"lease {lease_id} was granted before")
 
-    def _release_past(
-        self, lease_id: str, reader: int, readers: int, pull_id: str, contents: str, place: str
-    ) -> Released:
+    def _release_past(self, release: Release) -> Released:
         """Return the answer for a lease that has ended: to a repeated release as before, otherwise how it ended."""
-        past = self._past.get(lease_id)
+        past = self._past.get(release.lease_id)
         if past is None:
             return Released(False, InvalidReason.UNKNOWN)
-        if past.contents not in (None, contents):
+        if past.contents not in (None, release.contents):
             return Released(False, InvalidReason.CONTENTS)
-        if place != past.place:
+        if release.place != past.place:
             return Released(False, InvalidReason.MOVED)
-        if readers == past.readers.count and pull_id in past.readers.valid.get(reader, ()):
+        done = past.readers
+        if release.readers == done.count and release.pull_id in done.valid.get(release.reader, ()):
             return Released(True)
         return Released(False, InvalidReason(past.end.value))
 

@@ -25,6 +25,7 @@ from pd_connector.vllm.tracing import LeaseSpans, PullSpans, lease_spans, pull_s
 from tests.support.connector.engines import IDENTITY, THEIRS
 from tests.support.connector.requests import FakeRequest, a_prompt
 from tests.support.waiting import ManualClock
+from transfer.control.messages import Release
 
 TRACE, PARENT = 0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331
 HEADER = f"00-{TRACE:032x}-{PARENT:016x}-01"
@@ -89,7 +90,7 @@ def test_a_lease_is_a_span_until_it_ends_however_it_does(how: str) -> None:
     assert traced.spans() == []
     if how == "released":
         contents = contents_digest(parse_remote_prefill(params))
-        assert leases.release(params["lease_id"], 0, 1, "pull", contents).valid
+        assert leases.release(Release("", params["lease_id"], 0, 1, "pull", contents)).valid
     elif how == "cancelled":
         leases.cancel([params["lease_id"]])
     else:

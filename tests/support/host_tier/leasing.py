@@ -14,7 +14,7 @@ from pd_connector.vllm.device_blocks import DeviceBlocks
 from tests.support.host_tier.setup import Setup, make_manager, make_pool, make_request
 from tests.support.releases import INSTALLED
 from tests.support.waiting import ManualClock
-from transfer.control.messages import Place
+from transfer.control.messages import Place, Release
 
 TTL_S, TOKENS, BLOCKS = 8.0, 10, 3  # of a prompt: two full blocks, and a tail
 CONTENTS = "the prompt's"
@@ -127,7 +127,7 @@ class LeasingEngine:
         """Read a lease, let the engine go on, and release it: what was read is right if that is valid."""
         if (found := self.read(name)) is not None:
             place = self.leases.locate(name).place
-            answer = self.leases.release(name, 0, 1, "pull", CONTENTS, place)
+            answer = self.leases.release(Release("", name, 0, 1, "pull", CONTENTS, place))
             assert answer.valid, answer.reason
             assert found == self.right(name), "a valid read, and wrong"
 

@@ -9,7 +9,7 @@ import pytest
 
 from pd_connector.scheduler.prefill.leases import LeaseTable
 from tests.support.waiting import ManualClock
-from transfer.control.messages import InvalidReason, Released
+from transfer.control.messages import InvalidReason, Release, Released
 
 TTL_S = 8.0
 CONTENTS = "what the lease holds"
@@ -29,7 +29,7 @@ class Growing:
         return is_valid
 
     def release(self, reader: int = 0, readers: int = 1, contents: str = CONTENTS, pull: str = "pull") -> Released:
-        answer = self.table.release("a", reader, readers, pull, contents)
+        answer = self.table.release(Release("", "a", reader, readers, pull, contents))
         self.table.check_integrity()
         return answer
 

@@ -10,7 +10,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from pd_connector.scheduler.prefill.leases import LeaseTable, Tables
 from tests.support.waiting import ManualClock
-from transfer.control.messages import Located, Place
+from transfer.control.messages import Located, Place, Release
 
 TTL_S = 8.0
 UNCLAIMED_S = 12.0
@@ -192,7 +192,8 @@ class LeaseLife(RuleBasedStateMachine):
         """``place``: where it was read; None where it lies."""
         promise = self.promises[lease_id]
         is_valid = promise.is_valid(place)
-        answer = self.table.release(lease_id, reader, readers, pull_id, CONTENTS, place or promise.place).valid
+        release = Release("", lease_id, reader, readers, pull_id, CONTENTS, place or promise.place)
+        answer = self.table.release(release).valid
         first = (reader, readers, pull_id) in promise.accepted and place in (None, promise.place)
         if promise.ended_at is None:
             is_reader = promise.accepts(reader, readers)

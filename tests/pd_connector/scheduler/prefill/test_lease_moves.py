@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pd_connector.orders import ChecksumOrder, ChecksumReport, StoreEnds
 from pd_connector.scheduler.prefill import lease_moves
 from tests.support.host_tier.leasing import BLOCKS, CONTENTS, SETUP, TOKENS, TTL_S, LeasingEngine
-from transfer.control.messages import InvalidReason, Place
+from transfer.control.messages import InvalidReason, Place, Release
 
 
 def moved(most_leased: float = 0.0, prompts: int = 1) -> LeasingEngine:
@@ -104,9 +104,10 @@ def test_once_a_reader_was_told_where_a_lease_lies_it_stays_there() -> None:
 def test_what_was_read_where_a_lease_lies_no_longer_is_not_valid() -> None:
     engine = moved()
     engine.end_store(engine.under_way[0])
-    assert engine.leases.release("lease0", 0, 1, "pull", CONTENTS, Place.DEVICE).reason == "moved"
+    release = Release("", "lease0", 0, 1, "pull", CONTENTS, Place.DEVICE)
+    assert engine.leases.release(release).reason == "moved"
     engine.collect()
-    assert engine.leases.release("lease0", 0, 1, "pull", CONTENTS, Place.DEVICE).reason == "moved"
+    assert engine.leases.release(release).reason == "moved"
 
 
 @pytest.mark.parametrize("unsettled", [False, True])
@@ -338,13 +339,13 @@ class Course:
             engine.release(name)
         elif action == "release again":
             if name in self.released:
-                answer = engine.leases.release(name, 0, 1, "pull", CONTENTS, self.released[name])
+                answer = engine.leases.release(Release("", name, 0, 1, "pull", CONTENTS, self.released[name]))
                 assert answer.valid or answer.reason == InvalidReason.UNKNOWN, "a repetition is answered otherwise"
         elif action == "read unasked":
             self.read_unasked(name)
         elif action == "release late":
             late = self.read_unasked(name)
-            if engine.leases.release(name, 0, 1, "late pull", CONTENTS, Place.DEVICE).valid:
+            if engine.leases.release(Release("", name, 0, 1, "late pull", CONTENTS, Place.DEVICE)).valid:
                 assert late == right, "a valid read, and wrong"
         elif (found := engine.read(name)) is not None:
             assert found == right

@@ -11,7 +11,7 @@ import pytest
 from pd_connector.orders import LeaseEnd
 from pd_connector.scheduler.prefill.leases import LeaseTable
 from tests.support.waiting import ManualClock
-from transfer.control.messages import InvalidReason
+from transfer.control.messages import InvalidReason, Release
 
 TTL_S = 8.0
 CONTENTS = "what the lease holds"
@@ -31,7 +31,7 @@ class Books:
 
     def release(self, lease_id: str, reader: int, readers: int, pull_id: str, contents: str = CONTENTS) -> bool:
         """Whether the release was valid; one that is not says why."""
-        answer = self.table.release(lease_id, reader, readers, pull_id, contents)
+        answer = self.table.release(Release("", lease_id, reader, readers, pull_id, contents))
         self.table.check_integrity()
         assert answer.valid is (answer.reason == "")
         self.reason = answer.reason
@@ -352,7 +352,7 @@ class _Crowd:
         """Renew and release every lease; cancel some."""
         for number, lease_id in enumerate(lease_ids):
             self.table.renew([lease_id])
-            self.table.release(lease_id, reader, 3, "pull", CONTENTS)
+            self.table.release(Release("", lease_id, reader, 3, "pull", CONTENTS))
             if number % 10 == reader:
                 self.table.cancel([lease_id])
             self.table.check_integrity()
