@@ -31,12 +31,11 @@ class _Prompt:
     end: int  # tokens scheduled with its last step so far
 
 
-class ComputeRate:
+class ComputeRate(SchedulerRole):
     """The tokens a second at which prompts are computed, with all that is computed beside them.
 
     Between the schedulings of two steps lies no step's time: vLLM schedules steps before those ahead of them have
     ended, and none behind the last request. So a prompt is timed from its first step to its first token.
-    Belongs to the scheduler's thread.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -45,6 +44,27 @@ class ComputeRate:
         self._per_second = 0.0
         self._scheduled = 0  # tokens, in all
         self._prompts: dict[str, _Prompt] = {}  # by request
+        self._computing: dict[str, Request] = {}  # requests without a first token, by id
+
+    def allocated(self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int) -> int:
+        """Bring nothing."""
+        if not request.num_output_tokens:
+            self._computing[request.request_id] = request
+        return 0
+
+    def step_orders(self, scheduled: Mapping[str, int]) -> Orders:
+        """Order nothing."""
+        for request_id in [each for each, request in self._computing.items() if request.num_output_tokens]:
+            self.answered(request_id)
+            del self._computing[request_id]
+        self.step(scheduled)
+        return Orders()
+
+    def finish(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> None:
+        """Forget a request."""
+        if self._computing.pop(request.request_id, None) is not None and request.num_output_tokens:
+            self.answered(request.request_id)
+        self.forget(request.request_id)  # one that was preempted is computed again behind its first token
 
     def step(self, scheduled: Mapping[str, int]) -> None:
         """Note that a step is scheduled that computes so many tokens of each request."""
@@ -84,32 +104,3 @@ class ComputeRate:
         if not self._per_second:
             return _UNKNOWN_S
         return min(max(tokens / self._per_second, _LEAST_S), _MOST_S)
-
-
-class PromptTimes(SchedulerRole):
-    """Has a ``ComputeRate`` know of this engine's requests."""
-
-    def __init__(self, rate: ComputeRate) -> None:
-        """Tell this one."""
-        self._rate = rate
-        self._computing: dict[str, Request] = {}  # requests without a first token, by id
-
-    def allocated(self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int) -> int:
-        """Bring nothing."""
-        if not request.num_output_tokens:
-            self._computing[request.request_id] = request
-        return 0
-
-    def step_orders(self, scheduled: Mapping[str, int]) -> Orders:
-        """Order nothing."""
-        for request_id in [each for each, request in self._computing.items() if request.num_output_tokens]:
-            self._rate.answered(request_id)
-            del self._computing[request_id]
-        self._rate.step(scheduled)
-        return Orders()
-
-    def finish(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> None:
-        """Forget a request."""
-        if self._computing.pop(request.request_id, None) is not None and request.num_output_tokens:
-            self._rate.answered(request.request_id)
-        self._rate.forget(request.request_id)  # one that was preempted is computed again behind its first token

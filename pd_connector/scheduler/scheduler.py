@@ -11,7 +11,7 @@ from pd_connector.engine_limits import ENGINE_LIMITS, EngineLimits
 from pd_connector.orders import Destinations, Orders, Report, WorkerHandshake, WorkerRanks
 from pd_connector.params import is_decode_leg, is_prefill_leg
 from pd_connector.scheduler.block_demand import BlockDemand
-from pd_connector.scheduler.compute_rate import ComputeRate, PromptTimes
+from pd_connector.scheduler.compute_rate import ComputeRate
 from pd_connector.scheduler.decode.border_states import BorderStates
 from pd_connector.scheduler.decode.canaries import Canaries
 from pd_connector.scheduler.decode.consumer import Consumer
@@ -166,7 +166,7 @@ class ConnectorScheduler:
             self._roles.append(self._canaries)
         peer_prefixes = self._make_peer_prefixes(keys) if self._config.peers is not None else None
         if peer_prefixes is not None or self._config.pool is not None:
-            self._roles.append(PromptTimes(self._rate))
+            self._roles.append(self._rate)
         self._roles += [role for role in (consumer, peer_prefixes) if role is not None]
 
     def bind_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
