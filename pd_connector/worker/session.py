@@ -80,7 +80,6 @@ class PeerSession:
         self._waiting: dict[Pull, float] = {}  # for a lane, and since when; in that order
         self._running: dict[int, int] = {}  # tokens of the pulls that have a lane, by its number
         self._parked: set[Pull] = set()  # for an answer of the prefill engine
-        self._unsettled = 0  # pulls that wait or are being read
         self._lanes: dict[int, _Lane] = {}
         self._idle: set[int] = set()  # the lanes that can take a pull
         self._opening: _Lane | None = None  # it opens its links
@@ -97,7 +96,7 @@ class PeerSession:
     def idle(self) -> bool:
         """Whether no pull waits, for a lane or for the prefill engine, or is being read."""
         with self._changed:
-            return self._unsettled == 0
+            return not (self._waiting or self._parked or self._running)
 
     @property
     def has_met(self) -> bool:
@@ -113,7 +112,6 @@ class PeerSession:
         self.last_used = time.monotonic()
         pull = Pull(self._context, order, self._report, self._closing)
         with self._changed:
-            self._unsettled += 1
             self._waiting[pull] = time.monotonic()
             self._open_spare_lane()
             self._changed.notify_all()
@@ -136,8 +134,6 @@ class PeerSession:
     def check_integrity(self) -> None:
         """Raise AssertionError unless the numbers of pulls and lanes are possible and, until ``close``, lanes run."""
         with self._changed:
-            waiting = len(self._waiting) + len(self._parked)
-            assert waiting <= self._unsettled, "more pulls have ended than were submitted"
             assert not self._parked.intersection(self._waiting), "a pull waits for a lane and for an answer"
             assert self._idle <= self._lanes.keys(), "a lane is idle that has ended"
             assert len(self._lanes) <= LANES, "there are too many lanes"
@@ -219,8 +215,6 @@ class PeerSession:
                     answer = self._run_safely(lane, pull)
                     if answer is not None:
                         self._park(pull, answer)
-                    else:
-                        self._count_ended()
         finally:
             with self._changed:
                 self._remove(lane)
@@ -380,8 +374,3 @@ class PeerSession:
                 pull.fail(error)
             except Exception as failure:
                 pull.lose(failure)
-            self._count_ended()
-
-    def _count_ended(self) -> None:
-        with self._changed:
-            self._unsettled -= 1

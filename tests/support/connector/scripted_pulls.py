@@ -131,7 +131,7 @@ class ScriptedSession:
 
     def ended(self) -> list[tuple[str, Cause]]:
         """How all that was submitted has ended, awaited; all lanes are free again."""
-        until(lambda: self.session.idle and not self.session._running)
+        until(lambda: self.session.idle)
         self.session.check_integrity()
         return [(end.request_id, end.cause) for end in self.ends if isinstance(end, PullEnd)]
 
