@@ -13,6 +13,7 @@ from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id, make_block
 
 from layout.copies import Int64Array
 from pd_connector.vllm.block_events import BlockEvents, BlockOfRun
+from pd_connector.vllm.cache_specs import is_state
 from pd_connector.vllm.device_blocks import HeldBlocks, ids_of, may_hold
 from pd_connector.vllm.releases.installed import current
 from pd_connector.vllm.requests import computes_whole_prompt
@@ -116,6 +117,8 @@ class HostBlockPool:
         #: Indices of the cache groups whose blocks can be found by their contents.
         self.groups: tuple[int, ...] = self._release.cacheable_groups(device)
         self.block_tokens: tuple[int, ...] = self._release.block_tokens(self._coordinator)
+        managers = self._coordinator.single_type_managers
+        self._states = {group for group in self.groups if is_state(managers[group].kv_cache_spec)}
         self._chunks = self._release.chunk_tokens(self._coordinator)
         self._finds_all = len(self.groups) == len(self.block_tokens)
         self._names_parts = self._release.names_parts and max(self.block_tokens) > self._pool.hash_block_size
@@ -299,6 +302,8 @@ class HostBlockPool:
         When the iterator is exhausted, the blocks that host memory holds already become the most recently used ones.
         """
         blocks = self._device.get_blocks(request.request_id).blocks[group][first:end]
+        if group in self._states and all(block.is_null for block in blocks):
+            blocks = self._pulled_states(request, group, first, blocks)
         held = []
         find = self._found.get
         told: list[BlockOfRun] = []
@@ -412,6 +417,18 @@ class HostBlockPool:
         """Raise AssertionError unless every block that can be found has its key, and no other block has one."""
         keys = {block.block_id: block.block_hash for block in self._pool.blocks if block.block_hash is not None}
         assert keys == {block.block_id: key for key, block in self._found.items()}, "a block is found by a wrong key"
+
+    def _pulled_states(
+        self, request: "Request", group: int, first: int, blocks: "Sequence[KVCacheBlock]"
+    ) -> "list[KVCacheBlock]":
+        """Return the null ``blocks`` of a request's table, with the states in their places that were pulled for others.
+
+        Without these, host memory would hold all tokens of a pulled prompt, and no prefix of it would be found.
+        """
+        hashes = self._release.block_hashes(request.block_hashes, self._pool.hash_block_size, self.block_tokens[group])
+        find = self._device.block_pool.get_cached_block
+        found = (find(value, [group]) for value in hashes[first : first + len(blocks)])
+        return [states[0] if states else null for states, null in zip(found, blocks, strict=False)]
 
     def _keys(self, blocks: "Sequence[KVCacheBlock]") -> "list[BlockHashWithGroupId | None]":
         """Return the keys of device blocks that stand for all that they hold.

@@ -151,6 +151,14 @@ def test_the_states_of_those_borders_land_in_host_memory_as_well(world: World) -
     assert decode.computed_of["longer-d"] == TOKENS + 2 * BLOCK - (BORDER - BLOCK)
 
 
+def test_the_state_of_a_border_that_was_pulled_to_the_device_is_stored_in_host_memory(world: World) -> None:
+    decode = pull(world, "align", at_once=False, slots=60)
+    assert decode.scheduler.reset_prefix_cache()
+    decode.ask(ClientRequest("longer", list(range(TOKENS + BLOCK)), 1))
+    world.run(10.0)
+    assert decode.computed_of["longer-d"] == TOKENS + BLOCK - BORDER
+
+
 def test_a_longer_answer_of_an_engine_that_drafts_brings_a_later_border_within_reach(world: World) -> None:
     """Of a prompt that P has computed in two steps, the second turn finds either end, by the length of the answer."""
     for outputs, found in ((OUTPUTS, 16 * BLOCK), (BLOCK, 18 * BLOCK)):
