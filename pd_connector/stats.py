@@ -149,20 +149,6 @@ GAUGES_OF_RANKS = {
 }
 
 
-def metric_names() -> list[str]:
-    """Return the names of all metrics, without Prometheus' suffixes."""
-    names = [
-        *COUNTERS,
-        *LABELLED,
-        *GAUGES,
-        *GAUGES_OF_RANKS,
-        "pull_seconds",
-        "host_copy_seconds",
-        "connector_call_seconds_max",
-    ]
-    return [f"vllm:pd_{name}" for name in names]
-
-
 class StatsRecorder:
     """Collects the statistics of one process between two reports.
 

@@ -5,9 +5,17 @@ from pathlib import Path
 
 import yaml  # type: ignore[import-untyped]
 
-from pd_connector.stats import LABELS, PHASES, metric_names
+from pd_connector.stats import LABELS, PHASES
 from pd_proxy.journal import Journal
-from tests.support.deploy.monitoring import PROMETHEUS_FILES, dashboard, metrics_of, needs_prometheus, promtool, queries
+from tests.support.deploy.monitoring import (
+    PROMETHEUS_FILES,
+    dashboard,
+    metric_names,
+    metrics_of,
+    needs_prometheus,
+    promtool,
+    queries,
+)
 
 #: Of vLLM's own, in all releases that are supported.
 VLLMS = {"vllm:time_to_first_token_seconds", "vllm:num_requests_waiting", "vllm:prompt_tokens_by_source"}

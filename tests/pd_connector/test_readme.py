@@ -8,7 +8,8 @@ import re
 from pathlib import Path
 
 from pd_connector.config import ConnectorConfig, Tuning, parse_config
-from pd_connector.stats import LABELS, metric_names
+from pd_connector.stats import LABELS
+from tests.support.deploy.monitoring import metric_names
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = (ROOT / "docs" / "settings.md").read_text()

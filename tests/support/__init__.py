@@ -200,7 +200,7 @@ Real servers (``tests/e2e``):
     e2e.trouble             servers of a pair that stop, and die and come back
 
 Deployments (``deploy/``):
-    deploy.monitoring       the dashboard's queries, and promtool
+    deploy.monitoring       the connector's metrics, the dashboard's queries, and promtool
     deploy.prometheus       a real Prometheus with the alert rules
 
 Examples (``examples/``):

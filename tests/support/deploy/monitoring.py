@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from pd_connector.stats import COUNTERS, GAUGES, GAUGES_OF_RANKS, LABELLED
 from tests.support.sources import ROOT
 
 PROMETHEUS_FILES = ROOT / "deploy" / "prometheus"
@@ -20,6 +21,12 @@ needs_prometheus = pytest.mark.skipif(
     not (shutil.which("prometheus") and shutil.which("promtool")),
     reason="Prometheus and promtool are not installed (Debian, Ubuntu: apt-get install prometheus)",
 )
+
+
+def metric_names() -> list[str]:
+    """The names of all metrics of the connector, without Prometheus' suffixes."""
+    seconds = ("pull_seconds", "host_copy_seconds", "connector_call_seconds_max")
+    return [f"vllm:pd_{name}" for name in (*COUNTERS, *LABELLED, *GAUGES, *GAUGES_OF_RANKS, *seconds)]
 
 
 @dataclass(frozen=True)
