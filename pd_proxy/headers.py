@@ -9,20 +9,10 @@ from starlette.datastructures import Headers
 REQUEST_ID = "x-request-id"
 
 #: Headers that belong to one connection (RFC 9110, section 7.6.1), not to the message.
-_HOP_BY_HOP = frozenset(
-    {
-        "connection",
-        "expect",
-        "keep-alive",
-        "proxy-authenticate",
-        "proxy-authorization",
-        "proxy-connection",
-        "te",
-        "trailer",
-        "transfer-encoding",
-        "upgrade",
-    }
-)
+_HOP_BY_HOP = frozenset({
+    "connection", "expect", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te",
+    "trailer", "transfer-encoding", "upgrade",
+})  # fmt: skip
 #: Set by the proxy itself. A data-parallel rank names an engine inside one server: the legs' servers differ.
 _OWN_REQUEST = frozenset({"host", "content-length", "content-type", REQUEST_ID, "x-data-parallel-rank"})
 _OWN_RESPONSE = frozenset({"date", "server", REQUEST_ID})

@@ -61,49 +61,19 @@ REMOTE_DECODE: Body = {
     "remote_port": None,
 }
 
-_REMOVED = frozenset(
-    {
-        # the number and the end of the output
-        "stream_options",
-        "best_of",
-        "min_tokens",
-        "stop",
-        "stop_token_ids",
-        "include_stop_str_in_output",
-        "repetition_detection",
-        # what is sampled
-        "top_p",
-        "top_k",
-        "min_p",
-        "seed",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-        "length_penalty",
-        "logit_bias",
-        "allowed_token_ids",
-        "bad_words",
-        "watermarking",
-        "structured_outputs",
-        "thinking_token_budget",
-        "trace_decode_token_ids",
-        # the shape of the answer
-        "echo",
-        "logprobs",
-        "top_logprobs",
-        "logprob_token_ids",
-        "return_token_ids",
-        "return_tokens_as_token_ids",
-        "return_token_offsets",
-        "return_prompt_text",
-        "routed_experts_prompt_start",
-        "skip_special_tokens",
-        "spaces_between_special_tokens",
-        "stream_interval",
-    }
-)
-
-
+_REMOVED = frozenset({
+    # the number and the end of the output
+    "stream_options", "best_of", "min_tokens", "stop", "stop_token_ids", "include_stop_str_in_output",
+    "repetition_detection",
+    # what is sampled
+    "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "length_penalty",
+    "logit_bias", "allowed_token_ids", "bad_words", "watermarking", "structured_outputs", "thinking_token_budget",
+    "trace_decode_token_ids",
+    # the shape of the answer
+    "echo", "logprobs", "top_logprobs", "logprob_token_ids", "return_token_ids", "return_tokens_as_token_ids",
+    "return_token_offsets", "return_prompt_text", "routed_experts_prompt_start", "skip_special_tokens",
+    "spaces_between_special_tokens", "stream_interval",
+})  # fmt: skip
 #: Which, if a request has none, a server takes from its model: what is harmless there need not be its default.
 _DEFAULTED = frozenset({"presence_penalty", "frequency_penalty", "repetition_penalty", "skip_special_tokens"})
 
