@@ -71,6 +71,8 @@ async def run_decode(
             ) as answer,
             aclosing(answer.pieces()) as pieces,
         ):
+            if first_token is not None and answer.status // 100 != 4:
+                await first_token.release()
             # vLLM sends status 200, and the beginning of some streams, before it has computed anything. Held back until
             # there is more, so that a D that dies before is an error for the client and not an empty success.
             try:

@@ -6,6 +6,9 @@ and the same text is taken off the beginning of what D answers. It is compared, 
 equally likely, kernels that add up in another order may rank them differently on P and D. Where D begins differently or
 fails, the answer moves: the next D goes on behind P's token, by its id.
 
+Where the legs go in turn, P's token waits for the head of D's answer: vLLM sends its 200 before it computes anything,
+and a refusal instead of it, of what P's leg does not have.
+
 ``may_begin`` knows the requests for which P's token is D's. All others are left alone. How a chat's first token is
 shown depends on the server's reasoning and tool parsers, which treat whole answers, as P gives them, differently from
 streams: so chats begin so only where the operator says that no server has one (``Settings.plain_chats``).
@@ -38,8 +41,19 @@ class FirstToken:
         self._client = client
         self.begun = begun
         self.is_followed = False  # the client may have something of D's
+        self._held: Body | None = None  # P's answer, which the client is to have later
         self._text = ""
         self._sent = asyncio.Event()
+
+    def hold(self, answer: Body) -> None:
+        """Keep P's answer until D has taken the request: it may refuse what P's leg lacks."""
+        self._held = answer
+
+    async def release(self) -> None:
+        """Begin the client's answer with what is held, if anything is."""
+        answer, self._held = self._held, None
+        if answer is not None:
+            await self.send(answer)
 
     async def send(self, answer: Body) -> None:
         """Begin the client's answer with the text of P's token, unless D has begun it.

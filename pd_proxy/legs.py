@@ -151,7 +151,7 @@ class TwoLegs:
         """Run the decode leg with what P has answered."""
         self._record.legs = Legs.IN_TURN
         if self._first_token is not None:
-            await self._first_token.send(answer)
+            self._first_token.hold(answer)
         told = self._upstream.api.figures.of(answer)
 
         async def details() -> PromptDetails:
@@ -242,6 +242,8 @@ class TwoLegs:
                 written=self._written, failed=self._failed,
             )  # fmt: skip
         except LegFailed as failure:
+            if first is not None and failure.retry is Retry.ONCE:
+                await first.release()
             if first is None or not await first.is_sent() or first.is_followed:
                 raise
             let_go_of_bodies(failure)

@@ -69,7 +69,12 @@ def ask_two(proxy: Proxy, d: FakeServer, script: Script, then: Script) -> bytes:
     gate = threading.Event()
 
     async def both(received: Received, wire: Wire) -> None:
-        await (waits(gate, script) if received.body["prompt"] == "a" else then)(received, wire)
+        if received.body["prompt"] != "a":
+            await then(received, wire)
+        elif "transfer_id" in received.body["kv_transfer_params"]:
+            await waits(gate, script)(received, wire)
+        else:  # in turn, the client gets P's token when this one has answered
+            await script(received, wire)
 
     d.script, got = both, b""
     with suppress(httpx.RemoteProtocolError), proxy.http.stream("POST", "/v1/completions", json=GREEDY) as response:
@@ -197,6 +202,29 @@ def test_an_answer_of_which_the_client_has_more_is_broken_off(
     assert len(d.received) == 1
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_d_refuses_is_the_clients_answer_where_the_legs_go_in_turn(
+    setup: ProxySetup, p: FakeServer, count: int
+) -> None:
+    """P's leg lacks what D refuses: a limit beyond the context, say."""
+    ds = [setup.server(answers(400, b'{"error": {}}')) for _ in range(count)]
+    proxy = setup.proxy([p], [*ds], legs="in-turn")
+    response = proxy.http.post("/v1/completions", json=GREEDY)
+    assert (response.status_code, response.content) == (400, b'{"error": {}}')
+    assert sum(len(one.received) for one in ds) == 1
+    metrics = proxy.http.get("/metrics").text
+    assert "pd_proxy_broken_off_total 0" in metrics
+    assert "pd_proxy_first_tokens_from_prefill_total 0" in metrics
+
+
+def test_where_no_d_takes_the_request_the_client_gets_a_status(
+    setup: ProxySetup, p: FakeServer, closed_port: str
+) -> None:
+    proxy = setup.proxy([p], [closed_port], legs="in-turn")
+    assert proxy.http.post("/v1/completions", json=GREEDY).status_code == 502
+    assert len(p.received) == 1
+
+
 # Chats
 
 
@@ -219,8 +247,8 @@ def test_chats_begin_with_ps_token_where_the_operator_says_that_no_server_has_a_
     rest = chat_event({"content": "ün"}) + chat_event({"content": " dich"}, "length") + DONE
 
     async def chats(_: Received, wire: Wire) -> None:
-        await opened(gate)
         await wire.head()
+        await opened(gate)
         await wire.chunk(chat_event({"role": "assistant", "content": ""}) + chat_event({"content": " gr"}) + rest)
         await wire.end()
 

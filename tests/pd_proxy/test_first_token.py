@@ -16,7 +16,7 @@ from pd_proxy.first_token import FirstToken, may_begin
 from pd_proxy.http_client import Client
 from pd_proxy.journal import Record
 from pd_proxy.moves import Written
-from tests.support.examples.fake_servers import FakeServer, Received, Wire, answers, stalls, waits
+from tests.support.examples.fake_servers import FakeServer, Received, Wire, answers, opened, stalls
 from tests.support.examples.greedy import (
     A_CHAT,
     GREEDY,
@@ -265,11 +265,18 @@ def proxy(setup: ProxySetup, p: FakeServer, d: FakeServer, request: pytest.Fixtu
     return greedy_proxy(setup, p, d, request.param)
 
 
-def test_the_client_has_ps_token_before_d_has_answered(
+def test_the_client_has_ps_token_before_d_has_computed_anything(
     proxy: Proxy, d: FakeServer, warnings: Callable[[str], str]
 ) -> None:
     gate = threading.Event()
-    d.script = waits(gate, completes)
+
+    async def computes(_: Received, wire: Wire) -> None:
+        await wire.head()
+        await opened(gate)
+        await wire.chunk(GREEDY_STREAM)
+        await wire.end()
+
+    d.script = computes
     with proxy.http.stream("POST", "/v1/completions", json=GREEDY, headers={"X-Request-Id": "my-id"}) as response:
         pieces = response.iter_raw()
         first = next(pieces)
@@ -345,7 +352,11 @@ def test_without_ids_the_whole_answer_is_ds(proxy: Proxy, p: FakeServer) -> None
 
 
 def test_a_client_that_leaves_behind_ps_token_takes_the_request_from_d(proxy: Proxy, d: FakeServer) -> None:
-    d.script = stalls
+    async def begins(received: Received, wire: Wire) -> None:
+        await wire.head()
+        await stalls(received, wire)
+
+    d.script = begins
     client = RawClient.completing(proxy, json.dumps(GREEDY).encode())
     client.receive_until(b" gr")
     received = d.wait()
