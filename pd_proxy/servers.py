@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 
 #: How long what a server has said of its model is believed, and how long a request waits for it before its legs.
 _ROOM_S, _ROOM_WAIT_S = 60.0, 5.0
+#: So many failures in a row put a server last. One that fails at once has few requests in flight, and would get all.
+_MOST_FAILURES = 3
+_FAILURES = frozenset({500, 502, 503, 504})  # statuses; 501 is of the request
 
 
 class Leg(StrEnum):
@@ -45,6 +48,7 @@ class Server:
         self.in_flight = 0  # requests sent and not yet answered to the end
         self.last_chosen = 0  # counter value; breaks ties in turn
         self.skip_until = 0.0  # monotonic seconds
+        self.failures = 0  # in a row, of requests that it has taken
         self.is_leaving = False  # it is to be restarted
 
 
@@ -98,7 +102,7 @@ class Servers:
 
     def in_order(self, failed: str = "") -> list[Server]:
         """Return all servers, the one to ask first at the beginning, and at the end the one that has just failed."""
-        # A server that just refused comes last instead of being left out: it may be the only one, and back again.
+        # A server that refused or keeps failing comes last, but is not left out: it may be the only one, and back.
         now = time.monotonic()
         return sorted(
             self.members,
@@ -107,7 +111,7 @@ class Servers:
 
     def can_spare(self, server: Server, failed: str = "") -> bool:
         """Return whether a server is leaving, and one that has not just ``failed`` is there for its requests."""
-        # One that refused is not there until a new request has found it: time alone says nothing.
+        # One that came last is not there until a new request has found it: time alone says nothing.
         gone = (one.is_leaving or one.skip_until > 0 or one.url == failed for one in self.members)
         return server.is_leaving and not all(gone)
 
@@ -187,11 +191,13 @@ class Servers:
             response = await self._connections.send(method, server.url + path, headers, content)
         except (aiohttp.ClientError, TimeoutError) as error:
             failure = _failed(self.leg, server, error)
-            if failure.retry is Retry.FREELY:
+            server.failures += failure.retry is Retry.ONCE
+            if failure.retry is Retry.FREELY or server.failures >= _MOST_FAILURES:
                 server.skip_until = time.monotonic() + self._skip_s
                 logger.warning("%s; tried last for %g s", failure, self._skip_s)
             raise failure from error
-        server.skip_until = 0.0
+        server.failures = server.failures + 1 if response.status in _FAILURES else 0
+        server.skip_until = time.monotonic() + self._skip_s if server.failures >= _MOST_FAILURES else 0.0
         return response
 
 

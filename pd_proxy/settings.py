@@ -58,7 +58,7 @@ class Settings:
     plain_chats: bool = False  # no server has a parser of tools or reasoning, which may change or hold back text
     connect_timeout_s: float = 5.0  # longest wait for a TCP connection to a server
     request_timeout_s: float = 600.0  # longest silence of a server: to its answer, and between two pieces of it
-    skip_s: float = 5.0  # how long a server that refused a connection is tried last
+    skip_s: float = 5.0  # how long a server that refused a connection, or keeps failing, is tried last
     max_body_bytes: int = 64 * 1024 * 1024  # of a client's request
     status_page: bool = False  # for whoever reaches the proxy's port; shows servers, request ids and times, no prompts
     traces_endpoint: str | None = None  # of a collector, OTLP over HTTP; None traces nothing

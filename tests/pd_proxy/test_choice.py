@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from tests.support.examples.fake_servers import TRANSFER, FakeServer, decodes, prefills, stalls
+from tests.support.examples.fake_servers import TRANSFER, FakeServer, answers, decodes, prefills, stalls
 from tests.support.examples.harness import RawClient
 from tests.support.examples.served_proxy import Proxy, ProxySetup
 from tests.support.waiting import until
@@ -48,6 +48,34 @@ def test_a_refusing_prefill_server_is_skipped_for_a_while(
     assert proxy.complete().status_code == 200
     assert len(caplog.messages) == 1 or time.monotonic() - first > 0.5
     until(lambda: proxy.complete().status_code == 200 and len(caplog.messages) >= 2)
+
+
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+def test_a_server_that_fails_at_once_does_not_draw_all_requests(
+    setup: ProxySetup, p: FakeServer, d: FakeServer, leg: str
+) -> None:
+    """It always has the fewest in flight."""
+    failing, well = setup.server(answers(503, b"no")), p if leg == "prefill" else d
+    servers = ([p, failing], [d]) if leg == "prefill" else ([p], [d, failing])
+    proxy = setup.proxy(*servers, skip_s=60)
+    script, well.script = well.script, stalls
+    hanging = RawClient.completing(proxy, REQUEST)
+    well.wait()
+    well.script = script
+    statuses = [proxy.complete().status_code for _ in range(10)]
+    assert len(failing.received) == 3
+    assert statuses.count(200) >= 7
+    hanging.leave()
+
+
+def test_a_server_that_does_not_know_what_is_asked_has_not_failed(
+    setup: ProxySetup, p: FakeServer, d: FakeServer
+) -> None:
+    refusing = setup.server(answers(501, b"no"))
+    proxy = setup.proxy([p], [refusing, d], skip_s=60)
+    for _ in range(10):
+        proxy.complete()
+    assert len(refusing.received) == 5
 
 
 def test_a_decode_server_that_never_saw_the_request_is_replaced_without_a_second_prefill(
