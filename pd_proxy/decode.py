@@ -10,7 +10,7 @@ import anyio.lowlevel
 
 from pd_proxy import headers as passed
 from pd_proxy.apis import Api, Body
-from pd_proxy.error_answers import LegFailed
+from pd_proxy.error_answers import COMMENT, LegFailed
 from pd_proxy.first_token import FirstToken
 from pd_proxy.http_client import Client
 from pd_proxy.moves import Written
@@ -135,8 +135,8 @@ async def relay(client: Client, answer: Answer, pieces: AsyncIterator[bytes]) ->
 
 
 async def begun(pieces: AsyncIterator[bytes], preludes: tuple[bytes, ...]) -> tuple[bytes, bytes]:
-    """Return the beginning of an answer in two parts: events that are ``preludes``, and what is there behind them."""
-    lines = [b"event: " + name + b"\n" for name in preludes]
+    """Return the beginning of an answer in two parts: comments and ``preludes``, and what is there behind them."""
+    lines = [COMMENT, *(b"event: " + name + b"\n" for name in preludes)]
     data, start, searched = bytearray(await anext(pieces, b"")), 0, 0
     while any(line.startswith(data[start : start + len(line)]) for line in lines):
         if (end := data.find(b"\n\n", searched)) >= 0:

@@ -62,6 +62,22 @@ def test_who_cancels_it_while_the_client_has_nothing_can_be_sure_that_it_gets_no
     assert bool(sent) is not withdrawn
 
 
+@pytest.mark.parametrize("size", [1, 5, 1000])
+def test_a_comment_is_no_answer_and_stays_before_it(size: int) -> None:
+    """vLLM sends some while nothing is computed, if its operator says so."""
+    comments, event = 2 * b": keep-alive\n\n", b'data: {"error": {"code": 500}}\n\n'
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for start in range(0, len(whole), size):
+            yield whole[start : start + size]
+
+    for whole in (comments + event, comments):
+        first, rest = asyncio.run(begun(pieces(), ()))
+        assert first == comments
+        assert whole.startswith(first + rest)
+        assert bool(rest) is (whole != comments)
+
+
 CREATED = b"event: response.created\ndata: "
 PRELUDES = (b"response.created", b"response.in_progress")
 

@@ -224,6 +224,21 @@ def test_a_stream_that_begins_with_an_error_without_a_number_is_taken_for_the_se
     assert "began its stream with an error of status 500" in access_lines(1)[0]
 
 
+def test_a_comment_before_an_error_hides_nothing(
+    setup: ProxySetup, p: FakeServer, access_lines: Callable[[int], list[str]]
+) -> None:
+    async def script(_: Received, wire: Wire) -> None:
+        await wire.head()
+        await wire.chunk(b": keep-alive\n\n")
+        await asyncio.sleep(0.1)
+        await wire.chunk(b'data: {"error": {"message": "no", "code": 503}}\n\n')
+        await wire.end()
+
+    stream = setup.proxy([p], [setup.server(script)]).complete(stream=True).content
+    assert stream == b': keep-alive\n\ndata: {"error": {"message": "no", "code": 503}}\n\n'
+    assert "began its stream with an error of status 503" in access_lines(1)[0]
+
+
 async def breaks_a_stream(_: Received, wire: Wire) -> None:
     await wire.head()
     await wire.chunk(b"data: 1\n\n")
