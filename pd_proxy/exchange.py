@@ -28,7 +28,7 @@ from pd_proxy.upstream import Upstream
 
 logger = logging.getLogger(__name__)
 
-#: Longest wait for a client to take the reason why its stream is broken off at shutdown.
+#: Longest wait for a client to take the reason why it gets no answer, or no more of it, at shutdown.
 _LAST_WORD_S = 0.5
 
 
@@ -56,11 +56,9 @@ class Exchange(ABC):
             record.problem = "the client left"
         except asyncio.CancelledError:
             # Not raised again: nothing is above but the ASGI server, which closes the connection.
-            record.status = record.status or HTTPStatus.INTERNAL_SERVER_ERROR
-            record.broken_off = True
             record.problem = "the proxy is shutting down"
             with anyio.move_on_after(_LAST_WORD_S, shield=True), suppress(ClientDisconnect):
-                if client.started and not client.complete:
+                if not client.complete:
                     await client.fail(HTTPStatus.SERVICE_UNAVAILABLE, record.problem)
         except Exception as error:
             record.status = HTTPStatus.INTERNAL_SERVER_ERROR

@@ -1,5 +1,6 @@
 """The proxy as a process of its own."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import uvicorn
 
 import pd_proxy.__main__
 from tests.support.examples.fake_servers import FakeServer, Received, Wire, opened, stalls
-from tests.support.examples.harness import ProxyProcess
+from tests.support.examples.harness import ProxyProcess, RawClient
 from tests.support.sources import ROOT
 from tests.support.waiting import until
 
@@ -45,6 +46,23 @@ def test_it_serves_and_a_signal_ends_it_though_a_stream_is_open(running: ProxyPr
             next(pieces)
     assert d.wait(2).left.wait(30)
     assert "the proxy is shutting down" in running.log
+    assert "Traceback" not in running.log
+
+
+def test_who_has_no_answer_when_a_signal_comes_gets_an_error_of_the_api(running: ProxyProcess, d: FakeServer) -> None:
+    d.script = stalls
+    body = b'{"max_tokens": 5, "messages": []}'
+    head = b"POST /v1/messages HTTP/1.1\r\nHost: proxy\r\nContent-Length: %d\r\n\r\n"
+    client = RawClient(running, head % len(body), body)
+    d.wait()
+    running.end(signal.SIGTERM)
+    answer = client.receive_all()
+    assert answer.startswith(b"HTTP/1.1 503 ")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2]) == {
+        "type": "error",
+        "error": {"type": "overloaded_error", "message": "the proxy is shutting down"},
+    }
+    assert "status=503" in running.log
     assert "Traceback" not in running.log
 
 
