@@ -90,6 +90,7 @@ async def run_decode(
             await anyio.lowlevel.checkpoint_if_cancelled()
             if status != answer.status:
                 record.problem = f"decode server {answer.url} began its stream with an error of status {status}"
+                record.broken_off = status >= HTTPStatus.INTERNAL_SERVER_ERROR
             whole = _with(prelude + first, pieces)
             if written is not None:
                 whole = written.followed(answer.url, whole, lambda: upstream.decode.can_spare(answer.server, failed))

@@ -248,7 +248,7 @@ class TwoLegs:
                 raise
             let_go_of_bodies(failure)
             logger.warning("%s, behind a prefill server's token: the request goes on from there", failure)
-            self._record.problem = ""
+            self._record.problem, self._record.broken_off = "", False
             first.begun.details(details)
             first.begun.is_due = True
 

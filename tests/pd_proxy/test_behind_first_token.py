@@ -130,6 +130,7 @@ def test_where_d_fails_behind_ps_token_the_answer_goes_on_from_there(
     metrics = proxy.http.get("/metrics").text
     assert f"pd_proxy_first_tokens_different_total {int(script is differs)}" in metrics
     assert 'pd_proxy_moved_total{result="continued"} 1' in metrics
+    assert "pd_proxy_broken_off_total 0" in metrics
 
 
 @FAILURES

@@ -220,8 +220,10 @@ def test_a_stream_that_begins_with_an_error_without_a_number_is_taken_for_the_se
 ) -> None:
     event = b'data: {"error": {"message": "no", "code": %b}}\n\n' % code.encode()
     d = setup.server(answers(200, event, Content_Type="text/event-stream"))
-    assert setup.proxy([p], [d]).complete(stream=True).content == event
+    proxy = setup.proxy([p], [d])
+    assert proxy.complete(stream=True).content == event
     assert "began its stream with an error of status 500" in access_lines(1)[0]
+    assert "pd_proxy_broken_off_total 1" in proxy.http.get("/metrics").text
 
 
 def test_a_comment_before_an_error_hides_nothing(
