@@ -12,6 +12,7 @@ import errno
 import logging
 import resource
 import select
+import socket
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -43,6 +44,8 @@ _RESETS = (errno.ECONNRESET, errno.EPIPE, None)
 _REQUEST_FILES = 3
 #: For which number of requests at once the limit of open files should do.
 _ENOUGH_REQUESTS = 1000
+#: A server whose machine has vanished says nothing more: after 30 s of silence, and 3 probes in 30 s, it has gone.
+_PROBES = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
 _CLOSED = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 
 
@@ -210,6 +213,11 @@ class _Connector(aiohttp.TCPConnector):
         # Made on the first look, which has to come before the end; and an exception that nobody looks at is logged.
         if (lost := protocol.closed) is not None:
             lost.add_done_callback(_reset_of)
+        if protocol.transport is not None:
+            connected = protocol.transport.get_extra_info("socket")
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in _PROBES:
+                connected.setsockopt(socket.IPPROTO_TCP, option, value)
         return protocol
 
 

@@ -244,6 +244,29 @@ def test_a_server_that_does_not_read_a_request_is_silent() -> None:
     asyncio.run(scenario())
 
 
+def test_a_machine_that_vanishes_is_noticed_within_a_minute(d: FakeServer) -> None:
+    """By the kernel, which asks it again and again whether it is there."""
+
+    async def begins(received: Received, wire: Wire) -> None:
+        await wire.head()
+        await stalls(received, wire)
+
+    async def scenario() -> None:
+        async with Connections(Settings(prefill=(d.url,), decode=(d.url,))) as servers:
+            answer = await servers.send("GET", f"{d.url}/", [], None)
+            assert answer.connection is not None
+            assert answer.connection.transport is not None
+            connected = answer.connection.transport.get_extra_info("socket")
+            assert connected.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+            idle_s, interval_s, count = (connected.getsockopt(socket.IPPROTO_TCP, option) for option in options)
+            assert idle_s + interval_s * count <= 60
+            answer.close()
+
+    d.script = begins
+    asyncio.run(scenario())
+
+
 def test_no_socket_is_left_of_a_server_that_stops_reading() -> None:
     def sockets() -> int:
         return sum(one.readlink().name.startswith("socket:") for one in Path("/proc/self/fd").iterdir() if one.exists())
