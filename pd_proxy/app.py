@@ -33,6 +33,8 @@ from pd_proxy.upstream import Upstream
 
 #: Longest wait for cancelled requests at shutdown.
 _LAST_REQUESTS_S = 2.0
+#: Longest wait for a server's health: who asks the proxy for its own may wait a few seconds only.
+_HEALTH_S = 2.0
 
 
 def create_app(settings: Settings) -> Starlette:
@@ -102,7 +104,7 @@ class _Pages:
         self._prefill = prefill
         self._decode = decode
         self._journal = journal
-        self._health_timeout_s = settings.connect_timeout_s
+        self._health_timeout_s = min(_HEALTH_S, settings.connect_timeout_s)
         self._without_prefill = settings.without_prefill
 
     async def health(self, _: Request) -> Response:

@@ -23,6 +23,14 @@ def test_health_is_good_with_one_server_of_each_leg(
     }
 
 
+def test_health_does_not_wait_for_a_server_whose_machine_is_off(
+    setup: ProxySetup, p: FakeServer, d: FakeServer, full_backlog: str
+) -> None:
+    response = setup.proxy([full_backlog, p], [d], connect_timeout_s=600).http.get("/health")
+    assert response.status_code == 200
+    assert response.json()["prefill"] == {full_backlog: False, p.url: True}
+
+
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
 def test_health_is_bad_without_a_server_of_either_leg(
     setup: ProxySetup, p: FakeServer, d: FakeServer, leg: str
