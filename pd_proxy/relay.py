@@ -1,6 +1,7 @@
 """Requests that are not divided: one decode server answers them, and the proxy passes both ways on."""
 
 import json
+import re
 from http import HTTPStatus
 from urllib.parse import quote
 
@@ -29,6 +30,7 @@ RELAYED = (
 STORED = {"/v1/responses/{response_id}": "GET", "/v1/responses/{response_id}/cancel": "POST"}
 #: Bodies that are no JSON: for transcriptions, say.
 _FORMS = ("multipart/", "application/x-www-form-urlencoded")
+_PLAIN_CHARSET = re.compile(r'; *charset="?(utf-8|us-ascii)"?(?=;|$)')
 
 
 class Relay(Exchange):
@@ -81,11 +83,14 @@ def _without_transfer(content: bytes, kind: str) -> bytes:
     """Return a body without ``kv_transfer_params``; as it came if it has none.
 
     Raises:
-        RequestError: the body is no JSON, or a form with vLLM's extra arguments, which may have them.
+        RequestError: the body is no JSON, or a form that has vLLM's extra arguments, which may have them, or could hide
+            these by its charset.
     """
     if kind.lower().startswith(_FORMS):
         if b"vllm_xargs" in content:
             raise RequestError("vllm_xargs are not passed on in forms: they may have kv_transfer_params")
+        if "charset" in _PLAIN_CHARSET.sub("", kind.lower()):
+            raise RequestError(f"a form must be in utf-8, not as in {kind!r}: other charsets may hide vllm_xargs")
         return content
     try:
         body = json.loads(content)

@@ -450,13 +450,28 @@ def test_what_is_relayed_has_no_transfer_of_a_client(proxy: Proxy, d: FakeServer
             "multipart/form-data; boundary=b",
             b'--b\r\nContent-Disposition: form-data; name="vllm_xargs"\r\n\r\n{}\r\n--b--',
         ),
+        *(
+            (
+                f"multipart/form-data; boundary=b; {charset}",
+                b'--b\r\nContent-Disposition: form-data; name="+AHY-llm_xargs"\r\n\r\n{}\r\n--b--',
+            )
+            for charset in ("charset=utf-7", 'Charset = "UTF-7"', "charset=utf-8; charset=utf-7", "charset*=''utf-7")
+        ),
     ],
-    ids=["deep", "broken", "form"],
+    ids=["deep", "broken", "form", "charset", "quoted", "second", "extended"],
 )
 def test_what_could_hide_a_transfer_is_not_relayed(proxy: Proxy, d: FakeServer, kind: str, content: bytes) -> None:
     path = "/v1/audio/transcriptions" if kind.startswith("multipart") else "/v1/chat/completions/batch"
     response = proxy.http.post(path, content=content, headers={"Content-Type": kind})
     assert (response.status_code, d.received) == (400, [])
+
+
+@pytest.mark.parametrize("charset", ["", "; charset=utf-8", '; charset="UTF-8"', ";charset=us-ascii"])
+def test_a_form_that_hides_nothing_is_relayed_as_it_is(proxy: Proxy, d: FakeServer, charset: str) -> None:
+    content = b'--b\r\nContent-Disposition: form-data; name="file"\r\n\r\n+AHY-\r\n--b--'
+    kind = f"multipart/form-data{charset}; boundary=b"
+    proxy.http.post("/v1/audio/transcriptions", content=content, headers={"Content-Type": kind})
+    assert [(one.headers["content-type"], one.content) for one in d.received] == [(kind, content)]
 
 
 @pytest.mark.parametrize(
