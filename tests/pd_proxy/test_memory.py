@@ -81,6 +81,16 @@ def test_a_client_that_leaves_while_p_computes(setup: ProxySetup, p: FakeServer,
         client.leave()
 
 
+def test_the_clients_own_bytes_are_let_go_when_they_are_parsed(setup: ProxySetup, p: FakeServer, d: FakeServer) -> None:
+    """A stream lasts for minutes; what goes to the servers is another body."""
+    d.script = stalls
+    client = RawClient.completing(setup.proxy([p], [d]), CONTENT)
+    d.wait()
+    assert d.bodies[0].keys() > json.loads(CONTENT).keys()
+    until(lambda: not any(isinstance(one, bytes | bytearray) and one == CONTENT for one in _kept()))
+    client.leave()
+
+
 def test_a_p_that_fails_beside_d_and_is_followed_by_another(setup: ProxySetup, p: FakeServer, d: FakeServer) -> None:
     other = setup.server(prefills_by_name)
     p.script = prefills_by_name
