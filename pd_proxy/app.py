@@ -70,7 +70,7 @@ def create_app(settings: Settings) -> Starlette:
     def relayed(path: str, *methods: str) -> Route:
         limit, key = settings.max_body_bytes, settings.api_key
         relay = Relay(path, decode, journal, tracing, api_key=key, max_body_bytes=limit)
-        return Route(path, relay, methods=methods or ["GET", "POST"])
+        return Route(path, relay, methods=methods or ["GET", "POST", "OPTIONS"])
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -85,6 +85,7 @@ def create_app(settings: Settings) -> Starlette:
     return Starlette(
         routes=[
             *map(generation, apis.ALL),
+            *(relayed(api.path, "OPTIONS") for api in apis.ALL),  # what browsers ask before they send a request
             *map(relayed, (*RELAYED, *settings.relay)),
             *(relayed(path, method) for path, method in STORED.items()),
             Route("/health", pages.health),

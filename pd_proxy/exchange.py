@@ -125,7 +125,9 @@ class Generation(Exchange):
             reason = record.choice.reason if record.choice.alone else None
         api, room = self._upstream.api, None
         moves = self._upstream.moves and may_move(api, body)
-        begins = reason is None and self._upstream.first_token == FirstTokenFrom.PREFILL and may_begin(api, body)
+        # Browsers show a page only what has the headers that let it see that, which are D's to set.
+        begins = self._upstream.first_token == FirstTokenFrom.PREFILL and "origin" not in client.headers
+        begins = begins and reason is None and may_begin(api, body)
         if (moves or begins) and has_no_limit(api, body):
             headers = self._upstream.headers(client.headers, record.identity, relayed=False)
             room = await self._upstream.decode.room(headers)

@@ -1,6 +1,7 @@
 """What users' own clients get through the proxy: reasoning and calls of tools, in streams and in one piece, as from D.
 
-Each is asked twice, of the proxy and of D alone, and has to understand the same. D writes what vLLM does.
+Each is asked twice, of the proxy and of D alone, and has to understand the same. D writes what vLLM does. Browsers ask
+first whether a page may.
 """
 
 import json
@@ -11,7 +12,7 @@ import openai
 import pytest
 
 from tests.support.examples.fake_servers import TRANSFER, FakeServer, Received, Wire, answers
-from tests.support.examples.served_proxy import ProxySetup
+from tests.support.examples.served_proxy import Proxy, ProxySetup
 
 USAGE: dict[str, Any] = {"prompt_tokens": 9, "completion_tokens": 6, "total_tokens": 15}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "look_up", "arguments": '{"city": "Köln"}'}}
@@ -136,3 +137,15 @@ def test_anthropics_client_gets_thinking_and_calls_of_tools(setup: ProxySetup, p
     assert [block["type"] for block in got["content"]] == ["thinking", "text", "tool_use"]
     assert [got["content"][0]["thinking"], got["content"][2]["input"]] == ["I should look.", {"city": "Köln"}]
     assert got["stop_reason"] == "tool_use"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/embeddings"])
+def test_a_browser_is_told_by_d_which_pages_may_ask(proxy: Proxy, p: FakeServer, d: FakeServer, path: str) -> None:
+    d.script = answers(200, b"OK", Access_Control_Allow_Origin="*")
+    asked = {"Origin": "http://page", "Access-Control-Request-Method": "POST"}
+    response = proxy.http.options(path, headers=asked)
+    assert (response.status_code, response.headers["access-control-allow-origin"]) == (200, "*")
+    (received,) = d.received
+    assert (received.method, received.path, received.headers["origin"]) == ("OPTIONS", path, "http://page")
+    assert received.headers["access-control-request-method"] == "POST"
+    assert p.received == []

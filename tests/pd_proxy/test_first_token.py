@@ -316,6 +316,13 @@ def test_a_request_that_may_not_begin_so_is_ds_alone(proxy: Proxy, p: FakeServer
     assert "pd_proxy_first_tokens_from_prefill_total 1" in proxy.http.get("/metrics").text
 
 
+def test_a_browser_gets_the_headers_of_d_with_the_whole_answer(proxy: Proxy, d: FakeServer) -> None:
+    d.script = answers(200, GREEDY_STREAM, Content_Type="text/event-stream", Access_Control_Allow_Origin="*")
+    response = proxy.http.post("/v1/completions", json=GREEDY, headers={"Origin": "http://page"})
+    assert response.headers["access-control-allow-origin"] == "*"
+    assert response.content == GREEDY_STREAM
+
+
 def test_a_token_without_text_is_left_to_d(proxy: Proxy, p: FakeServer) -> None:
     p.script = prefills_as("")
     assert greedy_text(proxy) == " grün dich"
