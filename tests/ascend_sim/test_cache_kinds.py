@@ -12,6 +12,7 @@ from tests.support.ascend.paths import ascend_release
 from tests.support.ascend.servers import (
     NPU_BLOCK_INDEXER,
     NPU_BLOCK_SIZE,
+    NPU_FP8,
     NPU_INDEXER,
     NPU_MLA,
     NPU_QUANTISED,
@@ -106,14 +107,17 @@ class TestIndexers:
 class TestQuantisedIndexers:
     """The caches of GLM-5 with w8a8c8: packed rows in int8, and an indexer's keys with scales. Weights are bfloat16.
 
+    In fp8 on devices that know it, which have operators of their own for both.
+
     P writes the indexer's keys by runs of slots, D one by one. Each reference has computed the last token of the prompt
     alone, as above: the numbers have the same bits then.
     """
 
     of_one_stage = pairs(NPU_QUANTISED, [("P TP1", "D"), ("P TP2", "D")])
+    in_fp8 = pairs(NPU_FP8, [("P", "D")])
     of_stages = pairs(NPU_STAGES, [("P PP2", "D")])
     of_shared_tokens = pairs(NPU_SHARED_TOKENS, [("P DCP2", "D")])
-    on_all = on_pairs(of_one_stage, of_stages, of_shared_tokens)
+    on_all = on_pairs(of_one_stage, in_fp8, of_stages, of_shared_tokens)
 
     @on_all
     @pytest.mark.parametrize("tokens", [3, NPU_BLOCK_SIZE + 1, SELECTED + 200])
@@ -132,7 +136,7 @@ class TestQuantisedIndexers:
         prompt, expected = pair.prompt_and_answer(700, "legs")
         Router(pair).assert_right(prompt, decode_first_s=0.3, expected=expected)
 
-    @on_pairs(of_one_stage)
+    @on_pairs(of_one_stage, in_fp8)
     @pytest.mark.parametrize("part", ["mla_latent", "mla_rope", "mla_scale", "index", "part1"])
     def test_wrong_numbers_change_the_output(self, pair: Pair, part: str) -> None:
         """In every part of the cache, "part1" the scales of the indexer's keys: a byte in each row of a block."""

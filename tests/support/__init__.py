@@ -64,6 +64,7 @@ Real vllm-ascend on simulated NPUs (``tests/ascend_sim``):
     ascend.preempted_requests  requests that take blocks from each other under vllm-ascend's recompute scheduler
     ascend.servers          the sets of servers that tests share
     ascend.engine_process   an engine without an API server, started in a process of its own
+    ascend.device_generation  another generation of devices; an API server as on those that know fp8
     ascend.device_process   code in a process of its own with simulated devices
     ascend.faults           kernels that take long, and waits that are left out, in a running server
     ascend.reference        what Transformers answers on the CPU

@@ -18,11 +18,10 @@ from tests.support.ascend.paths import ROOT_OF_PROJECT
 from tests.support.ascend.recipes import Hardware, Recipe, all_recipes
 from tests.support.ascend.servers import simulated_environment
 
-#: vllm-ascend's build notes its generation in a module, whose place another takes here.
 _START = """
-import sys, types
-build = sys.modules["vllm_ascend._build_info"] = types.ModuleType("vllm_ascend._build_info")
-build.__device_type__ = sys.argv[1]
+import sys
+from tests.support.ascend.device_generation import build_for
+build_for(sys.argv[1])
 from tests.support.ascend.host_kernels import plugin
 plugin.register()
 from tests.support.ascend.recipe_process import serve_tasks

@@ -222,7 +222,24 @@ NPU_QUANTISED = Deployment(
 )
 
 
-#: The same from two pipeline stages of unequal length. The second begins with a layer that has an indexer.
+_ON_FP8_DEVICES = "tests.support.ascend.device_generation"
+
+
+def _in_fp8(spec: ServerSpec) -> ServerSpec:
+    arguments = ("--kv-cache-dtype", "fp8", "--attention-config", json.dumps({"indexer_kv_dtype": "fp8"}))
+    return replace(spec, module=_ON_FP8_DEVICES, arguments=(*spec.arguments, *arguments))
+
+
+#: The same in fp8, on devices that know it.
+NPU_FP8 = Deployment(
+    "fp8",
+    (
+        ("P", _in_fp8(_quantised(prefill(GLM)))),
+        ("D", _in_fp8(_quantised(replace(_peer(GLM), role="kv_consumer")))),
+    ),
+)
+
+#: The same in int8 from two pipeline stages of unequal length. The second begins with a layer that has an indexer.
 NPU_STAGES = Deployment(
     "stages",
     (

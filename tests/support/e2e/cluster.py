@@ -77,6 +77,7 @@ class ServerSpec:
     #: Whether ``vllm serve`` starts it, as for users: it wants a distribution of that name. Else the API server's
     #: module does, and on CPU it is forked, see ``fork_server``, as are its processes, unless it has another vLLM.
     by_command: bool = False
+    module: str = ""  # that starts it in the place of the API server's
     start_timeout_s: float = START_TIMEOUT_S
     #: The number of the host that it runs on, see ``hosts``, where it finds its address by itself; 0: this machine.
     host: int = 0
@@ -114,7 +115,7 @@ class ServerSpec:
         if self.beside_greeting:
             connector = self._in_multi_connector(connector)
         is_forked = self.platform == "cpu" and self.python == sys.executable
-        module = _FORKED if is_forked else "vllm.entrypoints.openai.api_server"
+        module = self.module or (_FORKED if is_forked else "vllm.entrypoints.openai.api_server")
         if node:
             module = "tests.support.e2e.headless_node"
         start = (

@@ -17,8 +17,8 @@ from transfer.control.client import ControlClient
 from transfer.control.keys import ControlKeys
 from transfer.control.messages import Checksummed, Checksums, Hello, NoChecksums, Welcome
 
-#: The top byte of a float of some hundreds.
-_LARGE = b"\x44"
+#: The top byte of a float of some hundreds; of a byte, the largest number in fp8, and nearly so in int8.
+_LARGE, _LARGE_BYTE = b"\x44", b"\x7e"
 
 
 def overwrite_block(server: Server, params: KVTransferParams, group: int, entry: int) -> None:
@@ -69,7 +69,7 @@ def spoil_numbers(
                 for row in range(plane.block_tokens):
                     number = block * plane.block_stride + layer * plane.layer_stride + row * plane.token_stride
                     memory.seek(plane.address + number + plane.item_size - 1)
-                    memory.write(_LARGE)
+                    memory.write(_LARGE_BYTE if plane.item_size == 1 else _LARGE)
 
 
 def assert_wrong_numbers_change_the_answer(

@@ -33,6 +33,19 @@ def npu_scatter_pa_kv_cache(
     write_slots(slots, ((key, key_cache), (value, value_cache)))
 
 
+def npu_scatter_pa_cache(
+    key: Tensor, slots: Tensor,
+    *, compress_lens: Tensor | None = None, compress_seq_offsets: Tensor | None = None,
+    seq_lens: Tensor | None = None, key_cache: Tensor,
+) -> Tensor:  # fmt: skip
+    """``key`` [tokens, heads, size] into a cache [blocks, tokens of a block, heads, size], which is returned."""
+    write_slots(slots, ((key, key_cache),))
+    return key_cache
+
+
+NPU.define(npu_scatter_pa_cache, name="npu_scatter_pa_cache.value")
+
+
 @npu_operator
 def npu_scatter_nd_update_(rows: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
     """Write ``updates`` [tokens, ...] to those rows of a cache that ``indices`` [tokens, 1] say; a negative is none."""

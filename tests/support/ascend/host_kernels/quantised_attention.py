@@ -4,11 +4,13 @@ As CANN documents DynamicQuant, DynamicBlockQuant and LightningIndexerQuant, and
 operators compute: everything else is as in ``sparse_attention``.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from tests.support.ascend.host_kernels.attention import gather
-from tests.support.ascend.host_kernels.dispatch import npu_operator
+from tests.support.ascend.host_kernels.dispatch import NPU, npu_operator
 from tests.support.ascend.host_kernels.sparse_attention import (
     CAUSAL,
     NOTHING,
@@ -19,17 +21,21 @@ from tests.support.ascend.host_kernels.sparse_attention import (
     shapes_of_attended,
 )
 
-_INT8 = 1  # of PyTorch's numbers of types
-_LARGEST = 127
+#: By PyTorch's numbers of types: int8, which it is if none is named, and fp8.
+_TYPES = {None: torch.int8, 1: torch.int8, 24: torch.float8_e4m3fn}
+#: What the largest item of a row becomes.
+_LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 #: The mode of quantisation in which each tile of a row has its scale.
 _PER_TILE = 2
 
 
-def _quantised(x: Tensor) -> tuple[Tensor, Tensor]:
-    """``x`` [..., size] in int8, and the scales [..., 1] by which it is to be multiplied; zeros stay zeros."""
+def _quantised(x: Tensor, type_number: int | None) -> tuple[Tensor, Tensor]:
+    """``x`` [..., size] in that type, and the scales [..., 1] by which it is to be multiplied; zeros stay zeros."""
+    dtype = _TYPES[type_number]
     wide = x.float()
-    scale = wide.abs().amax(-1, keepdim=True) / _LARGEST
-    return (wide / scale.clamp_min(torch.finfo(torch.float32).tiny)).round().to(torch.int8), scale
+    scale = wide.abs().amax(-1, keepdim=True) / _LARGEST[dtype]
+    scaled = wide / scale.clamp_min(torch.finfo(torch.float32).tiny)
+    return (scaled if dtype.is_floating_point else scaled.round()).to(dtype), scale
 
 
 @npu_operator
@@ -39,19 +45,18 @@ def npu_dynamic_quant(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """A scale for each row: [..., size] and [...]."""
     assert (smooth_scales, group_index, quant_mode) == (None, None, "pertoken")
-    assert dst_type in (None, _INT8), dst_type
-    values, scales = _quantised(x)
+    values, scales = _quantised(x, dst_type)
     return values, scales.squeeze(-1)
 
 
 @npu_operator
 def npu_dynamic_block_quant(
-    x: Tensor, *, min_scale: float = 0.0, round_mode: str = "rint", dst_type: int = _INT8, row_block_size: int = 1,
+    x: Tensor, *, min_scale: float = 0.0, round_mode: str = "rint", dst_type: int = 1, row_block_size: int = 1,
     col_block_size: int = 128, dst_type_max: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """A scale for each ``col_block_size`` items of a row: [..., size] and [..., tiles]."""
-    assert (min_scale, round_mode, dst_type, row_block_size) == (0.0, "rint", _INT8, 1)
-    values, scales = _quantised(x.unflatten(-1, (-1, col_block_size)))
+    assert (min_scale, round_mode, row_block_size) == (0.0, "rint", 1)
+    values, scales = _quantised(x.unflatten(-1, (-1, col_block_size)), dst_type)
     return values.flatten(-2), scales.squeeze(-1)
 
 
@@ -90,16 +95,17 @@ def store_kv_block(
 
 def npu_lightning_indexer_quant(
     query: Tensor, key: Tensor, weights: Tensor, query_dequant_scale: Tensor, key_dequant_scale: Tensor,
+    query_quant_mode: int = 0, key_quant_mode: int = 0,
     *, actual_seq_lengths_query: Tensor, actual_seq_lengths_key: Tensor, block_table: Tensor,
-    query_quant_mode: int = 0, key_quant_mode: int = 0, layout_query: str = "BSND", layout_key: str = "BSND",
-    sparse_count: int = 2048, sparse_mode: int = CAUSAL,
+    layout_query: str = "BSND", layout_key: str = "BSND", sparse_count: int = 2048, sparse_mode: int = CAUSAL,
+    query_dtype: int | None = None, key_dtype: int | None = None, **_others: int,
 ) -> Tensor:  # fmt: skip
-    """The indices that ``npu_lightning_indexer`` gives, of int8 queries and keys.
+    """The indices that ``npu_lightning_indexer`` gives, of quantised queries and keys.
 
     ``query_dequant_scale`` [tokens, heads], ``key_dequant_scale`` [blocks, tokens of a block, 1].
     """
     assert (layout_query, layout_key, sparse_mode) == ("TND", "PA_BSND", CAUSAL)
-    assert (query_quant_mode, key_quant_mode) == (0, 0)
+    assert (query_quant_mode, key_quant_mode, query_dtype, key_dtype) == (0, 0, None, None)
     indices = torch.full((query.shape[0], 1, sparse_count), NOTHING, dtype=torch.int32)
     for request, rows, length in requests_of(actual_seq_lengths_query, actual_seq_lengths_key):
         keys, scales = (gather(c, block_table[request], length, 1)[:, 0].float() for c in (key, key_dequant_scale))
@@ -118,6 +124,10 @@ def index_scores(query: Tensor, query_scales: Tensor, weights: Tensor, keys: Ten
         products = (query[:, head].float() @ keys.t()).relu_() * query_scales[:, head, None].float()
         scores += products * weights[:, head, None].float()
     return scores
+
+
+# What vllm-ascend calls for it on devices that know fp8.
+NPU.define(npu_lightning_indexer_quant, name="npu_quant_lightning_indexer")
 
 
 def shapes_of_lightning_indexer_quant(
@@ -151,8 +161,19 @@ def npu_kv_quant_sparse_flash_attention_vllm(
     return attended.results(with_sums=return_softmax_lse)
 
 
+@npu_operator
+def npu_kv_quant_sparse_flash_attention(
+    query: Tensor, key: Tensor, value: Tensor, sparse_indices: Tensor, scale_value: float, key_quant_mode: int,
+    value_quant_mode: int, *, key_dtype: int | None = None, value_dtype: int | None = None, **others: Any,
+) -> Tensor:  # fmt: skip
+    """The same on devices that know fp8, without sums."""
+    assert (key_dtype, value_dtype) == (None, None)
+    others |= {"key_quant_mode": key_quant_mode, "value_quant_mode": value_quant_mode}
+    return npu_kv_quant_sparse_flash_attention_vllm(query, key, value, sparse_indices, scale_value, **others)[0]
+
+
 def _unpack(rows: Tensor, latent: int, rotary: int, tile: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What rows of bytes hold: latent vectors in int8, rotary keys in ``dtype``, and scales in float32, in this order.
+    """What rows hold: latent vectors in a byte an item, rotary keys in ``dtype``, scales in float32, in this order.
 
     The latent vectors become numbers of ``dtype``, as on the device. Both are returned in float32.
     """
