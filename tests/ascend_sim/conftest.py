@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.ascend.paths import ascend_release
+from tests.support.e2e.choice import put_together
 from tests.support.e2e.fixtures import (  # noqa: F401  pytest finds fixtures and hooks here
     acquainted,
     cluster,
@@ -38,7 +39,8 @@ TIMEOUT_S = 1200
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give these tests time."""
+    """Give these tests time, and put those of a deployment together. No others are collected beside them."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.timeout(TIMEOUT_S))
+    items[:] = put_together(items)

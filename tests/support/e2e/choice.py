@@ -1,7 +1,7 @@
 """Which pairs of servers a test runs on, and which of them by default: ``pytest.mark.parametrize`` in short."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import pytest
 from _pytest.mark.structures import ParameterSet
@@ -36,3 +36,20 @@ def on_servers(*chosen: tuple[Deployment, str]) -> pytest.MarkDecorator:
     """The test runs on each of these servers, named by deployment and name."""
     named = [pytest.param(*one, id=f"{one[0].name}-{one[1]}") for one in chosen]
     return pytest.mark.parametrize(("deployment", "server"), named, indirect=True)
+
+
+def deployment_of(item: pytest.Item) -> Deployment | None:
+    """The deployment that the test runs on, if it names one."""
+    params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    wanted = params.get("deployment")
+    return wanted if isinstance(wanted, Deployment) else None
+
+
+def put_together(items: Iterable[pytest.Item]) -> list[pytest.Item]:
+    """The tests in their order, but those of a deployment together: its servers are started once."""
+    ranks: dict[str, int] = {}
+    places = []
+    for item in items:
+        wanted = deployment_of(item)
+        places.append((ranks.setdefault(item.nodeid if wanted is None else wanted.name, len(ranks)), item))
+    return [item for _, item in sorted(places, key=lambda place: place[0])]
