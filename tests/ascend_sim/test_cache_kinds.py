@@ -1,7 +1,8 @@
 """Models whose caches are of other kinds, between tensor parallel sizes 1 and 2.
 
 Windows, one latent vector a token, the same beside the key of an indexer, as numbers and quantised, and keys and values
-beside such a key; one of them also from pipeline stages, and where ranks share a request's tokens.
+beside such a key, as numbers and in fp8; one of them also from pipeline stages, and where ranks share a request's
+tokens.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,7 @@ import pytest
 
 from tests.support.ascend.paths import ascend_release
 from tests.support.ascend.servers import (
+    NPU_BLOCK_FP8,
     NPU_BLOCK_INDEXER,
     NPU_BLOCK_SIZE,
     NPU_FP8,
@@ -185,23 +187,44 @@ class TestSharedTokensOnBothSides:
 
 
 @pytest.mark.skipif(ascend_release() == "0.23", reason="vllm-ascend 0.23 has no MiniMax-M3")
-@on(NPU_BLOCK_INDEXER)
-@both_ways
 class TestBlockIndexers:
-    """Of longer prompts, a query attends to its own block and to the best of the others."""
+    """Of longer prompts, a query attends to its own block and to the best of the others; in the first layer, to all.
 
+    In fp8, its caches are without scales, but for the first layer's, which are in bfloat16. Each reference has computed
+    the last token of the prompt alone, as above.
+    """
+
+    in_float32 = pairs(NPU_BLOCK_INDEXER, [("TP2", "TP1"), ("TP1", "TP2")])
+    in_fp8 = pairs(NPU_BLOCK_FP8, [("P", "D")])
+    on_all = on_pairs(in_float32, in_fp8)
+
+    @on_all
     @pytest.mark.parametrize("tokens", [2, NPU_BLOCK_SIZE + 1, 10 * NPU_BLOCK_SIZE + 20])
     def test_a_pulled_prompt_gives_the_same_output(self, pair: Pair, tokens: int) -> None:
-        pair.assert_pulls_right(make_prompt(tokens, (tokens, pair.name)))
+        prompt, expected = pair.prompt_and_answer(tokens, "alone")
+        _, completion = pair.assert_pulls_all(prompt)
+        assert_same_output(completion, expected)
 
+    @on_pairs(in_float32)
     def test_concurrent_prompts_give_the_same_outputs(self, pair: Pair) -> None:
         pair.assert_all_pull_right([make_prompt(tokens, (tokens, pair.name, "all")) for tokens in (40, 300, 900)])
 
+    @on_all
     def test_the_next_turn_pulls_only_what_is_new(self, pair: Pair) -> None:
-        pair.assert_pulls_the_rest(make_prompt(1200, (pair.name, "turns")), 700)
+        prompt, expected = pair.prompt_and_answer(1200, "turns")
+        pair.assert_pulls_behind(prompt[:700], prompt, expected)
 
+    @on_all
     @pytest.mark.parametrize(("part", "more"), [("k", 60), ("v", 60), ("index", 0)])
     def test_wrong_numbers_change_the_output(self, pair: Pair, part: str, more: int) -> None:
-        """In every part of the cache. A token's own block is always seen; the last whole one, if its keys say so."""
-        prompt = make_prompt(2 * SELECTED_BLOCKS * NPU_BLOCK_SIZE + more, (pair.name, "spoilt", part))
-        assert_wrong_numbers_change_the_answer(pair, prompt, part)
+        """In every part of a cache of which blocks are selected: of the last layer.
+
+        A token's own block is always seen; the last whole one, if its keys say so.
+        """
+        assert_wrong_numbers_count(pair, 2 * SELECTED_BLOCKS * NPU_BLOCK_SIZE + more, part, stage=0)
+
+    @on_pairs(in_fp8)
+    @pytest.mark.parametrize("part", ["k", "v"])
+    def test_wrong_numbers_in_the_first_layer_change_the_output(self, pair: Pair, part: str) -> None:
+        prompt, right = pair.prompt_and_answer(5 * NPU_BLOCK_SIZE, ("spoilt", "first layer", part))
+        assert_wrong_numbers_change_the_answer(pair, prompt, part, ".layers.0.self_attn.attn", right)

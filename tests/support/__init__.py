@@ -95,6 +95,7 @@ Real vllm-ascend on simulated NPUs (``tests/ascend_sim``):
     ascend.host_kernels.sparse_attention  operators: sparse attention and its indexer
     ascend.host_kernels.quantised_attention  operators: the same over quantised caches
     ascend.host_kernels.block_sparse_attention  operators: attention to blocks, and their indexer
+    ascend.host_kernels.block_sparse_triton  Triton kernels around them: what is cached, and which blocks are chosen
     ascend.host_kernels.compressed_attention  operators: DeepSeek-V4's compressors, indexer and attention
     ascend.host_kernels.experts         operators: mixtures of experts
     ascend.host_kernels.gated_delta     operators: gated delta net

@@ -9,7 +9,10 @@ PAGE = ROOT_OF_PROJECT / "docs" / "npu_recipes.md"
 BEGIN, END = "<!-- recipes -->\n", "<!-- end of recipes -->"
 #: Forms of caches with which servers on simulated devices give right tokens: ``test_pulls``, ``test_cache_kinds``,
 #: ``test_hybrids``, ``test_pooled_indexers`` and ``test_compressed_caches``.
-_TOKENS = (["G"], ["M"], ["I", "M"], ["I+s", "P"], ["G", "I"], ["G", "S"], ["K", "M", "S", "T"], ["V4"])
+_TOKENS = (
+    ["G"], ["M"], ["I", "M"], ["I+s", "P"], ["G", "I"], ["G", "G(fp8)", "I(fp8)"], ["G", "S"],
+    ["K", "M", "S", "T"], ["V4"],
+)  # fmt: skip
 #: What the page of a recipe lacks, whichever the connector.
 _KEPT = "D: `mlapo_keep_prefill_weights`"
 _ALIKE = "D: `enable_prefill_mc2`"
@@ -42,14 +45,9 @@ def written(page: str) -> str:
 def _cells(recipe: Recipe) -> str:
     """A row but for its name."""
     caches = " ".join(recipe.forms["P"]) if recipe.forms["P"] == recipe.forms["D"] else str(recipe.forms)
-    tokens = "✓" if _is_proven(recipe) else ""
+    tokens = "✓" if recipe.forms["P"] in _TOKENS else ""
     also = ", ".join(_also(recipe))
     return " | ".join((recipe.model, f"{_shape(recipe.p)} > {_shape(recipe.d)}", caches, also, tokens))
-
-
-def _is_proven(recipe: Recipe) -> bool:
-    """Whether servers with such caches were run: none were in fp8."""
-    return recipe.forms["P"] in _TOKENS and recipe.d.options.get("kv_cache_dtype") != "fp8"
 
 
 def _shape(side: RecipeSide) -> str:

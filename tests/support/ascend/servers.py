@@ -275,6 +275,20 @@ def _selecting_blocks(tensor_parallel: int = 1) -> ServerSpec:
 #: Keys and values by head, and one key for all heads by which an indexer selects blocks. Nothing is verified, as above.
 NPU_BLOCK_INDEXER = Deployment("block indexer", (("TP1", _selecting_blocks()), ("TP2", _selecting_blocks(2))))
 
+
+def _selecting_blocks_in_fp8(step_tokens: int = STEP_TOKENS) -> ServerSpec:
+    spec = replace(_selecting_blocks(), dtype="bfloat16", module=_ON_FP8_DEVICES)
+    arguments = ("--kv-cache-dtype", "fp8", "--max-num-batched-tokens", str(step_tokens))
+    return replace(spec, arguments=(*spec.arguments, *arguments))
+
+
+#: The same in fp8, but for the layer without an indexer. For steps of more than 512 tokens, vllm-ascend calls others of
+#: its kernels.
+NPU_BLOCK_FP8 = Deployment(
+    "block indexer in fp8",
+    (("P", _selecting_blocks_in_fp8(2 * STEP_TOKENS)), ("D", _selecting_blocks_in_fp8())),
+)
+
 #: Else a single worker shares its configuration with the engine core, which writes the smallest block size of all cache
 #: groups into it, and vllm-ascend 0.30 does not start: ``KeyError: 8``.
 _WORKER_APART = ("--distributed-executor-backend", "mp")

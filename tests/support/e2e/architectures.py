@@ -84,7 +84,8 @@ class Architecture:
     plain_norm: float = 1.0  # the weight with which a norm does not scale
     cpu_arguments: tuple[str, ...] = ()
     text_model: str = "model"  # where a checkpoint has embeddings and layers
-    own: Callable[[Draw, int], Weights] = lambda draw, number: {}  # what else a layer has, by its number
+    #: draw, number of a layer, KV heads -> what else it has
+    own: Callable[[Draw, int, int], Weights] = lambda draw, number, kv_heads: {}
     beside: Callable[[Draw], Weights] = lambda draw: {}  # what there is beside the layers, by its whole names
     special_tokens: tuple[str, ...] = ()  # of the tokenizer; the last ones of the vocabulary
     unit_tokens: int = 1  # at whose multiples pulls of its caches begin
@@ -290,7 +291,7 @@ def _minimax_m3_config(layers: int, kv_heads: int) -> dict[str, object]:
         "sparse_score_type": "max",
         "sparse_init_block": 0,
         "sparse_local_block": 1,
-        "sparse_attention_freq": [1] * layers,
+        "sparse_attention_freq": [0] + [1] * (layers - 1),
     }
     text = {
         "architectures": ["MiniMaxM3SparseForCausalLM"],
@@ -310,21 +311,30 @@ def _minimax_m3_config(layers: int, kv_heads: int) -> dict[str, object]:
 
 
 def _minimax_m3_layer(draw: Draw, kv_heads: int) -> Weights:
-    """Attention as in Qwen3, with larger heads, norms as in Gemma, and an indexer with a head for each of keys."""
-    size = _M3_SIZE
+    """Attention as in Qwen3, with larger heads, and norms as in Gemma; the same bits on one rank and on two."""
+    size, mlp = _M3_SIZE, _mlp(draw)
     return {
         **_norms(0.0, "input_layernorm", "post_attention_layernorm"),
         "self_attn.q_proj.weight": draw(HEADS * size, HIDDEN),
         "self_attn.k_proj.weight": draw(kv_heads * size, HIDDEN),
         "self_attn.v_proj.weight": draw(kv_heads * size, HIDDEN),
-        "self_attn.o_proj.weight": draw(HIDDEN, HEADS * size),
+        "self_attn.o_proj.weight": one_rank_each(draw(HIDDEN, HEADS * size)),
         "self_attn.q_norm.weight": constant(size, SHARPNESS - 1.0),
         "self_attn.k_norm.weight": constant(size, 0.0),
-        "self_attn.index_q_proj.weight": draw(kv_heads * size, HIDDEN),
-        "self_attn.index_k_proj.weight": draw(size, HIDDEN),
-        "self_attn.index_q_norm.weight": constant(size, 0.0),
-        "self_attn.index_k_norm.weight": constant(size, 0.0),
-        **_mlp(draw),
+        **mlp,
+        "mlp.down_proj.weight": one_rank_each(mlp["mlp.down_proj.weight"]),
+    }
+
+
+def _minimax_m3_indexer(draw: Draw, number: int, kv_heads: int) -> Weights:
+    """An indexer with a head for each of keys, in all layers but the first one, which attends to all tokens."""
+    if number == 0:
+        return {}
+    return {
+        "self_attn.index_q_proj.weight": draw(kv_heads * _M3_SIZE, HIDDEN),
+        "self_attn.index_k_proj.weight": draw(_M3_SIZE, HIDDEN),
+        "self_attn.index_q_norm.weight": constant(_M3_SIZE, 0.0),
+        "self_attn.index_k_norm.weight": constant(_M3_SIZE, 0.0),
     }
 
 
@@ -448,7 +458,7 @@ ARCHITECTURES: Mapping[Name, Architecture] = {
     ),
     "deepseek_v32": Architecture(_deepseek_v32_config, _deepseek_v32_layer),
     "glm_moe_dsa": Architecture(_glm_moe_dsa_config, _glm_moe_dsa_layer),
-    "minimax_m3": Architecture(_minimax_m3_config, _minimax_m3_layer, plain_norm=0.0),
+    "minimax_m3": Architecture(_minimax_m3_config, _minimax_m3_layer, plain_norm=0.0, own=_minimax_m3_indexer),
     "idefics3": Architecture(
         _idefics3_config,
         _idefics3_layer,

@@ -115,7 +115,7 @@ def _layer(draw: Draw, kv_heads: int) -> Weights:
     return layer
 
 
-def _own(draw: Draw, number: int) -> Weights:
+def _own(draw: Draw, number: int, kv_heads: int) -> Weights:
     """What a layer has by its number: how its experts are chosen, compressors, an indexer."""
     if number == 0:
         token, place = np.indices((VOCABULARY, _CHOSEN), np.float32)

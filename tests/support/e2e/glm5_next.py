@@ -127,7 +127,7 @@ def _sparse(draw: Draw) -> Weights:
     }
 
 
-def _own(draw: Draw, number: int) -> Weights:
+def _own(draw: Draw, number: int, kv_heads: int) -> Weights:
     return _linear(draw) if _kind(number) == _LINEAR else _sparse(draw)
 
 

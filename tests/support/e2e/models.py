@@ -122,7 +122,7 @@ def _weights(spec: ModelSpec) -> Weights:
         "lm_head.weight": draw(VOCABULARY, HIDDEN),
     }
     for index in range(spec.layers):
-        layer = architecture.layer(draw, spec.kv_heads) | architecture.own(draw, index)
+        layer = architecture.layer(draw, spec.kv_heads) | architecture.own(draw, index, spec.kv_heads)
         weights |= {f"{text}.layers.{index}.{name}": weight for name, weight in layer.items()}
     return weights | architecture.beside(draw)
 

@@ -77,13 +77,19 @@ def _requests(queries: Tensor, keys: Tensor) -> Iterator[tuple[int, slice, int]]
 def npu_sparse_attention_score(
     query: Tensor, key: Tensor, value: Tensor, select_idx: Tensor, block_table: Tensor,
     *, actual_seq_lengths: Tensor, actual_seq_lengths_kv: Tensor, num_key_value_heads: int = 1,
-    scale_value: float = 1.0, block_size: int = 128, q_dequant_scale: Tensor | None = None, **_others: Any,
+    scale_value: float = 1.0, block_size: int = 128, q_dequant_scale: Tensor | None = None,
+    k_dequant_scale: Tensor | None = None, v_dequant_scale: Tensor | None = None,
+    attention_out_dtype: torch.dtype | None = None, **_others: Any,
 ) -> Tensor:  # fmt: skip
-    """Attention to the blocks ``select_idx`` [KV heads, tokens, selected]; negative ones are none."""
-    assert q_dequant_scale is None
+    """Attention to the blocks ``select_idx`` [KV heads, tokens, selected]; negative ones are none.
+
+    All may be in fp8, each with one scale, which is 1.
+    """
+    for scale in (q_dequant_scale, k_dequant_scale, v_dequant_scale):
+        assert scale is None or scale.flatten().tolist() == [1.0]
     assert key.shape[1:3] == (block_size, num_key_value_heads), key.shape
     shared = query.shape[1] // num_key_value_heads
-    out = torch.zeros_like(query)
+    out = torch.zeros_like(query, dtype=attention_out_dtype or query.dtype)
     for request, rows, length in _requests(actual_seq_lengths, actual_seq_lengths_kv):
         k, v = (gather(cache, block_table[request], length, num_key_value_heads).float() for cache in (key, value))
         for head in range(num_key_value_heads):
@@ -95,5 +101,7 @@ def npu_sparse_attention_score(
     return out
 
 
-def shapes_of_sparse_attention_score(query: Tensor, *_args: object, **_others: object) -> Tensor:
-    return torch.empty_like(query)
+def shapes_of_sparse_attention_score(
+    query: Tensor, *_args: object, attention_out_dtype: torch.dtype | None = None, **_others: object
+) -> Tensor:
+    return torch.empty_like(query, dtype=attention_out_dtype or query.dtype)

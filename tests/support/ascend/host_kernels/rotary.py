@@ -1,12 +1,19 @@
 """Rotary embeddings: operators of torch_npu and ATB, in torch for the CPU."""
 
+import importlib
+import types
+from functools import wraps
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from tests.support.ascend.host_kernels.dispatch import atb_operator, npu_operator
+from tests.support.ascend.host_kernels.dispatch import atb_operator, host, npu_operator
+
+_FP8 = torch.float8_e4m3fn
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, head_size: int, *, neox: bool) -> None:
+def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor, head_size: int, *, neox: bool) -> None:
     """Rotate in place; ``x`` [tokens, heads * head size], ``cos`` and ``sin`` [tokens, rotated size / 2]."""
     heads = x.view(x.shape[0], -1, head_size)
     size = cos.shape[-1] * 2
@@ -26,8 +33,8 @@ def _npu_rotary_embedding(
     positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox: bool
 ) -> None:
     cos, sin = cos_sin_cache.index_select(0, positions.flatten().long()).chunk(2, -1)
-    _rotate(query, cos, sin, head_size, neox=is_neox)
-    _rotate(key, cos, sin, head_size, neox=is_neox)
+    rotate_heads(query, cos, sin, head_size, neox=is_neox)
+    rotate_heads(key, cos, sin, head_size, neox=is_neox)
 
 
 @npu_operator
@@ -74,3 +81,42 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 @npu_operator
 def npu_interleave_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotate_pairs(x, cos, sin)
+
+
+def rotate_into_fp8(
+    _grid: tuple[int, ...], query: Tensor, _query_stride: int, key: Tensor, _key_stride: int, query_out: Tensor,
+    _query_out_stride: int, key_out: Tensor, _key_out_stride: int, cos_sin_cache: Tensor, _cos_sin_stride: int,
+    positions: Tensor, *_sizes: int, **_others: Any,
+) -> None:  # fmt: skip
+    """A Triton kernel: rotates halves of ``query`` and ``key`` [tokens, heads, size]; without scales."""
+    pairs = [tuple(map(host.view, pair)) for pair in ((query, query_out), (key, key_out))]
+    cos_sin_cache, positions = host.view(cos_sin_cache), host.view(positions)
+
+    def rotate() -> None:
+        cos, sin = cos_sin_cache.index_select(0, positions.long()).chunk(2, -1)
+        largest = torch.finfo(_FP8).max
+        for x, out in pairs:
+            turned = x.float().clone()  # else it is ``x``, if that is in float32
+            rotate_heads(turned.view(len(turned), -1), cos, sin, x.shape[-1], neox=True)
+            out.copy_(turned.clamp(-largest, largest))
+
+    host.launch(rotate)
+
+
+def only_into_fp8(module: types.ModuleType) -> None:
+    """Let vllm-ascend's rotary embeddings launch that kernel, as with Triton; elsewhere, operators do the same."""
+    embedding = module.AscendRotaryEmbedding
+    forward = embedding.forward_oot
+
+    @wraps(forward)
+    def forward_oot(*arguments: Any, **options: Any) -> Any:
+        if options.get("out_dtype") is None:
+            return forward(*arguments, **options)
+        launch = importlib.import_module("vllm_ascend.ops.triton.rope").rope_forward_triton
+        vars(module).update(HAS_TRITON=True, rope_forward_triton=launch)
+        try:
+            return forward(*arguments, **options)
+        finally:
+            vars(module)["HAS_TRITON"] = False
+
+    embedding.forward_oot = forward_oot

@@ -6,7 +6,7 @@ import importlib.util
 import math
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.machinery import ModuleSpec
@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tests.support.ascend.host_kernels import kda, pooled_indexer
+from tests.support.ascend.host_kernels import block_sparse_triton, kda, pooled_indexer
 from tests.support.ascend.host_kernels.context_parallel import join_ranks, pack_for_ranks
 from tests.support.ascend.host_kernels.dispatch import host
 from tests.support.ascend.host_kernels.norms import scaled_norm
+from tests.support.ascend.host_kernels.rotary import only_into_fp8, rotate_into_fp8
 
 
 class HostTritonKernel:
@@ -178,52 +179,6 @@ def _write_states(
     host.launch(write)
 
 
-@dataclass(frozen=True)
-class _BlocksBefore:
-    """How many blocks each token of some prompts sees; CPU tensors over device memory."""
-
-    query_start: Tensor  # [requests + 1]
-    before: Tensor  # [requests], tokens in front of those that are new
-
-    def each(self, block_tokens: int) -> Iterator[tuple[int, int]]:
-        """Each token and the number of its blocks."""
-        starts = self.query_start.tolist()
-        for request, before in enumerate(self.before.tolist()):
-            for position, token in enumerate(range(starts[request], starts[request + 1]), before):
-                yield token, position // block_tokens + 1
-
-
-def _prefer_blocks(
-    _grid: tuple[int, ...], scores: Tensor, query_start: Tensor, before: Tensor, _heads: int, first: int, last: int,
-    *_strides: int, sparse_block_size: int, **_others: Any,
-) -> None:  # fmt: skip
-    """Scores that others do not have, for the first and the last blocks of ``scores`` [heads, tokens, blocks]."""
-    blocks, scores = _BlocksBefore(host.view(query_start), host.view(before)), host.view(scores)
-
-    def prefer() -> None:
-        for token, count in blocks.each(sparse_block_size):
-            scores[:, token, : min(first, count)] = 1e30
-            scores[:, token, max(count - last, 0) : count] = 1e29
-
-    host.launch(prefer)
-
-
-def _drop_unseen_blocks(
-    _grid: tuple[int, ...], selected: Tensor, query_start: Tensor, before: Tensor, _heads: int, block_tokens: int,
-    *_others: int, **_more: Any,
-) -> None:  # fmt: skip
-    """Nothing, -1, in the place of blocks that follow a token; ``selected`` [heads, tokens, blocks]."""
-    blocks, selected = _BlocksBefore(host.view(query_start), host.view(before)), host.view(selected)
-
-    def drop() -> None:
-        for token, count in blocks.each(block_tokens):
-            row = selected[:, token]
-            row[row >= count] = -1
-            row[:, count:] = -1
-
-    host.launch(drop)
-
-
 def _copy_memory(_grid: tuple[int, ...], sources: Tensor, targets: Tensor, sizes: Tensor, **_others: Any) -> None:
     """Runs of bytes between device addresses."""
     columns = [host.view(column) for column in (sources, targets, sizes)]
@@ -270,8 +225,18 @@ _KERNELS: Mapping[str, Mapping[str, Callable[..., None]]] = {
         "_fused_dcp_lse_combine_kernel": join_ranks,
     },
     "vllm_ascend.models.minimax_m3.ops.msa_m3_triton": {
-        "_prepare_prefill_topk_scores_kernel": _prefer_blocks,
-        "_mask_prefill_topk_indices_kernel": _drop_unseen_blocks,
+        "_prepare_prefill_topk_scores_kernel": block_sparse_triton.prefer_blocks,
+        "_mask_prefill_topk_indices_kernel": block_sparse_triton.drop_unseen_blocks,
+    },
+    "vllm_ascend.models.minimax_m3.ops.msa_m3_triton_a5": {
+        "_prefill_index_score_prepare_for_topk_kernel": block_sparse_triton.prefer_seen_blocks,
+        "_topk_index_mask_invalid_prefill_kernel": block_sparse_triton.keep_seen_blocks,
+        "_decode_qk_score_kernel": block_sparse_triton.score_blocks,
+        "_index_topk_postprocess_kernel": block_sparse_triton.keep_and_count_seen_blocks,
+    },
+    "vllm_ascend.ops.triton.rope": {"_triton_rope_fp8": rotate_into_fp8},
+    "vllm_ascend.ops.triton.msa.minimax_qknorm_rope_cache": {
+        "_minimax_qknorm_rope_cache_kernel": block_sparse_triton.prepare_and_write,
     },
 }
 
@@ -283,13 +248,20 @@ def _complete_placeholder(module: types.ModuleType) -> None:
 
 def _tell_cores(module: types.ModuleType) -> None:
     """By which launches choose their grids; Triton would tell."""
-    vars(module)["_NUM_VECTORCORE"] = 1
+    vars(module).update(_NUM_AICORE=1, _NUM_VECTORCORE=1)
+
+
+def _launch(module: types.ModuleType) -> None:
+    """Kernels that it launches with Triton only."""
+    vars(module)["HAS_TRITON"] = True
 
 
 #: Module: what else it lacks without Triton.
 _LACKING: Mapping[str, Callable[[types.ModuleType], None]] = {
     "vllm.triton_utils.importing": _complete_placeholder,
     "vllm_ascend.ops.triton.triton_utils": _tell_cores,
+    "vllm_ascend.ops.rotary_embedding": only_into_fp8,
+    "vllm_ascend.models.minimax_m3.minimax_m3": _launch,
 }
 _PATCHED = (*_KERNELS, *_LACKING)
 
