@@ -16,32 +16,50 @@ from tests.support.e2e.pair import Pair, assert_same_output
 
 pytestmark = pytest.mark.skipif(ascend_release() == "0.23", reason="vllm-ascend 0.23 calls other operators for it")
 
+#: Tokens of an answer: a step of these models takes long.
+ANSWER = 6
 #: Tokens for which the indexer has more rows than it selects, in three windows.
 LONG = 4 * SELECTED_ROWS + 3 * 128
 
 
+def pairs(*prefill: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("pair", [(name, "D") for name in prefill], indirect=True, ids="-".join)
+
+
 @on(NPU_COMPRESSED)
-@pytest.mark.parametrize("pair", [("P TP1", "D"), ("P TP2", "D")], indirect=True, ids="-".join)
 class TestCompressedCaches:
+    @pairs("P TP1", "P TP2")
     @pytest.mark.parametrize("tokens", [3, 129, 512, LONG + 1, 1155])
     def test_a_pulled_prompt_gives_the_same_output(self, pair: Pair, tokens: int) -> None:
-        prompt, expected = pair.prompt_and_answer(tokens, "alone")
-        _, completion = pair.assert_pulls_all(prompt)
+        prompt, expected = pair.prompt_and_answer(tokens, "alone", ANSWER)
+        _, completion = pair.assert_pulls_all(prompt, ANSWER)
         assert_same_output(completion, expected)
 
+    @pairs("P TP2")
+    def test_another_prompt_gives_another_output(self, pair: Pair) -> None:
+        """In the first token, for which only compressed rows still stand."""
+        prompt, expected = pair.prompt_and_answer(LONG, "another", ANSWER)
+        other = [(prompt[0] + 1) % 512, *prompt[1:]]
+        assert pair.decode.client.compute(other, ANSWER).logprob_difference(expected) > 5 * LOGPROB_TOLERANCE
+
+    def assert_wrong_numbers_change_the_output(self, pair: Pair, tokens: int, layers: str, part: str) -> None:
+        """In the first of these layers: a byte in each row of its last block."""
+        prompt, right = pair.prompt_and_answer(tokens, ("spoilt", layers, part))
+        params = pair.prefill.client.prefill(prompt)
+        spoil_numbers(pair.prefill, params, part, layers)
+        wrong = pair.decode_leg(prompt, params)
+        assert wrong.status == 200, wrong.body
+        assert wrong.logprob_difference(right) > 5 * LOGPROB_TOLERANCE
+
+    @pairs("P TP1", "P TP2")
     def test_a_next_turn_is_pulled_whole(self, pair: Pair) -> None:
         """All caches together end a block after 16384 tokens, and nothing is found of what is shorter."""
-        prompt, expected = pair.prompt_and_answer(900, "turns")
-        pair.disaggregate(prompt[:700])
-        _, completion = pair.assert_pulls_all(prompt)
+        prompt, expected = pair.prompt_and_answer(900, "turns", ANSWER)
+        pair.disaggregate(prompt[:700], ANSWER)
+        _, completion = pair.assert_pulls_all(prompt, ANSWER)
         assert_same_output(completion, expected)
 
-    def test_another_prompt_gives_another_output(self, pair: Pair) -> None:
-        """In the first token that a row of ratio 128 alone still stands for."""
-        prompt, expected = pair.prompt_and_answer(LONG, "another")
-        other = [(prompt[0] + 1) % 512, *prompt[1:]]
-        assert pair.decode.client.compute(other).logprob_difference(expected) > 5 * LOGPROB_TOLERANCE
-
+    @pairs("P TP2")
     @pytest.mark.parametrize(
         ("layers", "part"),
         [
@@ -56,10 +74,5 @@ class TestCompressedCaches:
         ],
     )
     def test_wrong_numbers_change_the_output(self, pair: Pair, layers: str, part: str) -> None:
-        """In every cache: a byte in each row of its last block. A row of ratio 128 is completed by what D decodes."""
-        prompt, right = pair.prompt_and_answer(LONG - 8, ("spoilt", layers, part))
-        params = pair.prefill.client.prefill(prompt)
-        spoil_numbers(pair.prefill, params, part, layers)
-        wrong = pair.decode_leg(prompt, params)
-        assert wrong.status == 200, wrong.body
-        assert wrong.logprob_difference(right) > 5 * LOGPROB_TOLERANCE
+        """In every cache. D completes rows with what it decodes, of ratio 128 one."""
+        self.assert_wrong_numbers_change_the_output(pair, LONG - 8, layers, part)

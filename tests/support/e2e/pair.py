@@ -134,13 +134,13 @@ class Pair:
         assert completion.status == 200, completion.body
         return completion
 
-    def prompt_and_answer(self, tokens: int, seed: object) -> tuple[list[int], Completion]:
+    def prompt_and_answer(self, tokens: int, seed: object, max_tokens: int = 16) -> tuple[list[int], Completion]:
         """A prompt that ends with what D answers to the rest of it, and D's answer from there on.
 
         D has computed the last token alone then, as that of a prompt that it pulls.
         """
         start = make_prompt(tokens - 1, (self.name, tokens, seed))
-        answer = self.decode.client.compute(start, 17)
+        answer = self.decode.client.compute(start, 1 + max_tokens)
         return [*start, answer.tokens[0]], Completion(200, "", answer.tokens[1:], answer.logprobs[1:])
 
     def decode_leg(
@@ -194,11 +194,13 @@ class Pair:
         """
         self.assert_pulls_behind(prompt[:computed_before], prompt)
 
-    def assert_pulls_behind(self, before: AnyPrompt, prompt: AnyPrompt, expected: Completion | None = None) -> None:
+    def assert_pulls_behind(
+        self, before: AnyPrompt, prompt: AnyPrompt, expected: Completion | None = None, max_tokens: int = 16
+    ) -> None:
         """The same where the decode server has seen ``before``, a prompt that ``prompt`` begins with."""
-        self.disaggregate(before)
+        self.disaggregate(before, max_tokens)
         with self.traffic() as traffic:
-            completion = self.disaggregate(prompt)
+            completion = self.disaggregate(prompt, max_tokens)
         held = len(before) // self.decode.spec.block_size * self.decode.spec.block_size
         assert traffic.source("local_cache_hit") == held
         assert traffic.source("external_kv_transfer") == len(prompt) - 1 - held

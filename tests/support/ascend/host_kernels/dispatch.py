@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -103,6 +104,8 @@ def _handle(stream: Any) -> int:
     return int(host.handle(stream.stream_id, stream.device_index, stream.device_type))
 
 
+# Kernels that are written in Python take the GIL from the thread that launches them; by default that takes 5 ms.
+sys.setswitchinterval(0.0005)
 host: Any = _load()
 _replace_all_of_pytorch()
 # torch_npu's own keeps the GIL while it waits until work has been handed to streams, and that may wait for kernels that
