@@ -16,6 +16,8 @@ from tests.support.e2e.pair import Pair, assert_same_output
 
 pytestmark = pytest.mark.skipif(ascend_release() == "0.23", reason="vllm-ascend 0.23 has no GLM-5.3")
 
+#: Tokens of an answer: a step of this model takes long.
+ANSWER = 6
 SAME, FEWER = ("TP1", "other TP1"), ("TP2", "TP1")
 
 
@@ -29,15 +31,15 @@ class TestPooledIndexers:
     @pytest.mark.parametrize("tokens", [3, NPU_STATE_BLOCK, 3 * NPU_STATE_BLOCK + 2, 5 * NPU_STATE_BLOCK + POOL + 1])
     def test_a_pulled_prompt_gives_the_same_output(self, pair: Pair, tokens: int) -> None:
         """With any number of tokens in its ring, and more pools than are selected."""
-        prompt, expected = pair.prompt_and_answer(tokens, "alone")
-        _, completion = pair.assert_pulls_all(prompt)
+        prompt, expected = pair.prompt_and_answer(tokens, "alone", ANSWER)
+        _, completion = pair.assert_pulls_all(prompt, ANSWER)
         assert_same_output(completion, expected)
 
     @pairs(SAME, FEWER)
     def test_the_next_turn_pulls_only_what_is_new(self, pair: Pair) -> None:
         """Both servers find its beginning, up to the last border before it ended."""
-        prompt, expected = pair.prompt_and_answer(4 * NPU_STATE_BLOCK + 2, "turns")
-        pair.assert_pulls_behind(prompt[:700], prompt, expected)
+        prompt, expected = pair.prompt_and_answer(4 * NPU_STATE_BLOCK + 2, "turns", ANSWER)
+        pair.assert_pulls_behind(prompt[:700], prompt, expected, ANSWER)
 
     @pairs(FEWER)
     def test_both_legs_at_once(self, pair: Pair) -> None:
