@@ -1,4 +1,4 @@
-"""Operators of DeepSeek-V4 on the simulated device, token by token. Each case is a process.
+"""Operators of DeepSeek-V4 and V4.1 on the simulated device, token by token. Each case is a process.
 
 Caches lie as vllm-ascend's model runner lays them: in pages that are larger than they are, in any order.
 """
@@ -180,6 +180,97 @@ assert row == tokens
     )
 
 
+@pytest.mark.parametrize("ratio", [1, 2])
+def test_an_indexer_finds_blocks_of_rows_in_which_others_select(ratio: int) -> None:
+    """Those with the best rows, and that of the newest row. Rows of no such block fill up what is selected."""
+    on_device(
+        _PAGES
+        + f"ratio = {ratio}"
+        + """
+heads, size, index, window, count, block, group, kept = 3, 32, 24, 20, 11, 8, 4, 3
+lengths, new = (46, 5), (31, 5)
+tables = dict(window=([0, 6, 1, 9, 2, 7], [3, 10, 0, 0, 0, 0]), rows=([4, 0, 2, 7, 1, 3], [5, 0, 0, 0, 0, 0]))
+tokens, starts, scale = sum(new), (0, new[0], sum(new)), 0.3
+numbers = torch.randn(12, block, 1, size), torch.randn(8, block, 1, size)
+(_, original), (_, compressed) = map(in_pages, numbers)
+key = torch.randint(-127, 128, (8, block, 1, index), dtype=torch.int8)
+key_scales = torch.rand(8, block, 1, 1).half() / 50
+(_, keys), (_, scales) = in_pages(key), in_pages(key_scales)
+query_scales, weights = torch.rand(tokens, 2).half() / 50, torch.randn(tokens, 2).half()
+where = dict(cu_seqlens_q=whole(starts), layout_q="TND", max_seqlen_q=31)
+rows, residual = (whole([each(length, ratio) for length in lengths]) for each in (int.__floordiv__, int.__mod__))
+residual = residual if ratio == 2 else None
+plan = own.npu_quant_lightning_indexer_v2_metadata(
+    2, 1, index, count, 2, seqused_k=rows, cmp_residual_k=residual, cmp_ratio=ratio, **where)
+
+def select(query, mode, found=None):
+    outs = own.npu_quant_lightning_indexer_v3(
+        query.to(device), keys, *on(weights, query_scales), scales.squeeze(-1), count, 2, seqused_k=rows,
+        block_table=whole(tables["rows"]), cmp_residual_k=residual, metadata=plan, candidate_topk_index=found,
+        candidate_mode=mode, candidate_topk_blocks=kept, candidate_block_size=group, layout_k="PA_BBND", mask_mode=3,
+        cmp_ratio=ratio, **where)
+    assert outs[0].shape == (tokens, 1, count) and outs[0].dtype == outs[2].dtype == torch.int32
+    return outs[0], outs[2]
+
+def at(cache, name, request, place):
+    return cache[tables[name][request][place // block], place % block].flatten()
+
+def scores_of(query, row, request, seen):
+    return [
+        sum(w * s * max(float(q.double() @ at(key, "rows", request, i).double()), 0)
+            * float(at(key_scales, "rows", request, i))
+            for q, s, w in zip(query[row], query_scales[row].double(), weights[row].double()))
+        for i in range(seen)]
+
+def best(numbers, limit):
+    return set(sorted(range(len(numbers)), key=lambda i: -numbers[i])[:limit])
+
+queries = [torch.randint(-127, 128, (tokens, 2, index), dtype=torch.int8) for _ in range(2)]
+(selected, found), (alone, nothing) = select(queries[0], 1), select(queries[0], 3)
+preferred, none = select(queries[1], 2, found)
+assert found.shape == (tokens, 1, kept) and nothing.numel() == none.numel() == 0
+assert torch.equal(selected.cpu(), alone.cpu())
+out, _ = own.npu_sparse_flash_mla(
+    (query := torch.randn(tokens, heads, size)).to(device), ori_kv=original, cmp_kv=compressed,
+    cmp_sparse_indices=preferred, ori_block_table=whole(tables["window"]), cmp_block_table=whole(tables["rows"]),
+    cu_seqlens_q=where["cu_seqlens_q"], seqused_ori_kv=whole(lengths), seqused_cmp_kv=rows, cmp_residual_kv=residual,
+    sinks=(sinks := torch.randn(heads)).to(device),
+    metadata=own.npu_sparse_flash_mla_metadata(heads, 1, size, cu_seqlens_q=where["cu_seqlens_q"]),
+    softmax_scale=scale, cmp_ratio=ratio, ori_mask_mode=4, cmp_mask_mode=3, ori_win_left=window - 1, ori_win_right=0,
+    layout_q="TND", layout_kv="PA_BBND")
+selected, found, preferred, out = (each.cpu() for each in (selected, found, preferred, out))
+
+row, fillers = 0, 0
+for request, (length, count_of_new) in enumerate(zip(lengths, new)):
+    for position in range(length - count_of_new, length):
+        seen = (position + 1) // ratio
+        score = scores_of(queries[0], row, request, seen)
+        chosen = [each for each in selected[row, 0].tolist() if each >= 0]
+        assert set(chosen) == best(score, count) and len(chosen) == min(count, seen)
+        blocks = [max(score[start : start + group]) for start in range(0, seen, group)]
+        if seen:
+            blocks[-1] = float("inf")
+        given = [each for each in found[row, 0].tolist() if each >= 0]
+        assert set(given) == best(blocks, kept) and len(given) == min(kept, len(blocks))
+        score = scores_of(queries[1], row, request, seen)
+        score = [each if i // group in given else -1e9 for i, each in enumerate(score)]
+        chosen = [each for each in preferred[row, 0].tolist() if each >= 0]
+        inside = [each for each in chosen if each // group in given]
+        assert set(inside) == best(score, min(count, sum(each > -1e9 for each in score)))
+        assert len(chosen) == min(count, seen)
+        assert chosen[: len(inside)] == inside and set(chosen) <= set(range(seen))
+        fillers += len(chosen) - len(inside)
+        near = [at(numbers[0], "window", request, i) for i in range(max(position + 1 - window, 0), position + 1)]
+        held = torch.stack(near + [at(numbers[1], "rows", request, i) for i in chosen]).double()
+        for head in range(heads):
+            logits = torch.cat((scale * held @ query[row, head].double(), sinks[head, None].double()))
+            torch.testing.assert_close(out[row, head], (logits.softmax(0)[:-1] @ held).float(), rtol=1e-4, atol=1e-4)
+        row += 1
+assert row == tokens and fillers
+"""
+    )
+
+
 def test_streams_are_mixed_by_matrices_whose_rows_and_columns_sum_up_to_one() -> None:
     on_device(
         _PAGES
@@ -188,6 +279,10 @@ tokens, streams, hidden = 5, 4, 24
 x, fn, factors = torch.randn(tokens, streams, hidden), torch.randn(24, streams * hidden) / 10, torch.rand(3)
 base = torch.randn(24)
 y, post, among = (each.cpu() for each in own.npu_hc_pre_v2(*on(x, fn, factors, base), streams, 20, 1e-6, 1e-6))
+given = torch.rand(tokens, streams)
+sums, *others, weights = (each.cpu() for each in own.npu_hc_pre_v3(*on(x, fn, factors, base, given)))
+torch.testing.assert_close(sums, (given.unsqueeze(-1) * x).sum(1))
+assert torch.equal(others[0], post) and torch.equal(others[1], among)
 assert y.shape == (tokens, hidden) and post.shape == (tokens, streams)
 torch.testing.assert_close(among.sum(-1), torch.ones(tokens, streams), rtol=1e-3, atol=1e-3)
 torch.testing.assert_close(among.sum(-2), torch.ones(tokens, streams), rtol=1e-3, atol=1e-3)
@@ -198,6 +293,7 @@ for token in range(tokens):
     mix = (fn.double() @ flat) / (flat.square().mean() + 1e-6).sqrt()
     reads = 1 / (1 + (-(mix[:4] * factors[0] + base[:4])).exp()) + 1e-6
     torch.testing.assert_close(y[token], (reads[:, None] * x[token]).sum(0).float(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(weights[token], reads.float(), rtol=1e-4, atol=1e-4)
     writes = 2 / (1 + (-(mix[4:8] * factors[1] + base[4:8])).exp())
     torch.testing.assert_close(post[token], writes.float(), rtol=1e-4, atol=1e-4)
     # What Sinkhorn's iteration has made of a matrix has its cross ratios.

@@ -96,7 +96,9 @@ Real vllm-ascend on simulated NPUs (``tests/ascend_sim``):
     ascend.host_kernels.quantised_attention  operators: the same over quantised caches
     ascend.host_kernels.block_sparse_attention  operators: attention to blocks, and their indexer
     ascend.host_kernels.block_sparse_triton  Triton kernels around them: what is cached, and which blocks are chosen
-    ascend.host_kernels.compressed_attention  operators: DeepSeek-V4's compressors, indexer and attention
+    ascend.host_kernels.compressed_attention  operators: DeepSeek-V4's and V4.1's compressors, indexers and attention
+    ascend.host_kernels.ring_compressor  Triton kernels of V4.1's compressor and indexer
+    ascend.host_kernels.ngram_tables    Triton kernels of its tables, which are read by the last tokens
     ascend.host_kernels.experts         operators: mixtures of experts
     ascend.host_kernels.gated_delta     operators: gated delta net
     ascend.host_kernels.context_parallel  Triton kernels that join what ranks have seen of a request's tokens

@@ -1,10 +1,14 @@
-"""DeepSeek-V4's attention, in torch for the CPU: compressors, the indexer over their rows, and attention to both.
+"""DeepSeek-V4's attention, and V4.1's, in torch for the CPU: compressors, indexers over their rows, attention to both.
 
-As vllm-ascend's sources of its operators compute. A row of a compressed cache stands for 4 or 128 tokens, its ratio,
-and is there when the last of them is. What compressors keep of each token until then is a row of a paged cache: values
-and scores in float32, side by side. With a ratio of 4, a row is made of its own tokens and of those of the row before,
-for which values and scores have a half each. Queries of all requests follow each other (TND); totals begin with 0.
+As vllm-ascend's sources of its operators compute, and its tests. A row of a compressed cache stands for 4 or 128
+tokens, its ratio (V4.1: 2 or 1), and is there when the last of them is. What V4's compressors keep of each token until
+then is a row of a paged cache: values and scores in float32, side by side. With a ratio of 4, a row is made of its own
+tokens and of those of the row before, for which values and scores have a half each. Queries of all requests follow each
+other (TND); totals begin with 0.
 """
+
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,6 +26,10 @@ _BLOCK_AND_ROW = 2
 #: The mode of a window that ends with the query's own token.
 _WINDOW = 4
 _INT8 = 2
+#: What an indexer does with candidates, blocks of rows: it finds them, it prefers their rows, or it knows none.
+_FINDS, _PREFERS, _WITHOUT = 1, 2, 3
+#: The score of rows that are no candidates: taken where there are no others.
+_LEAST = -1e30
 #: Integers that operators hand each other about how to share out their work; these do not.
 _PLAN_SIZE = 1024
 
@@ -166,18 +174,82 @@ def npu_quant_lightning_indexer_v2(
     """
     assert (layout_q, layout_k, mask_mode, quant_mode, return_value) == ("TND", "PA_BBND", CAUSAL, _INT8, 0)
     indices = torch.full((query.shape[0], 1, topk), NOTHING, dtype=torch.int32)
-    residual = cmp_residual_k.tolist()
-    for request, own, rows in requests_of(cu_seqlens_q[1:], seqused_k):
-        length = rows * cmp_ratio + residual[request]
-        keys, scales = (
-            pad_together(_rows(cache, block_table[request], 0, rows)[:, 0].float().reshape(rows, size))
-            for cache, size in ((key, key.shape[-1]), (key_dequant_scale, 1))
-        )
-        scores = index_scores(query[own], query_dequant_scale[own], weights[own], keys) * scales.t()
-        position = torch.arange(length - (own.stop - own.start), length)
-        hidden = ~_completed(position, cmp_ratio, scores.shape[1])
-        indices[own, 0] = best_of(scores.masked_fill(hidden, float("-inf")), topk)
+    rows = _Rows(key, key_dequant_scale, block_table, seqused_k, cmp_residual_k, cmp_ratio)
+    for own, scores in rows.scored(query, query_dequant_scale, weights, cu_seqlens_q):
+        indices[own, 0] = best_of(scores, topk)
     return indices, torch.zeros(0)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """An indexer's keys of all requests; ``cache`` [blocks, rows of a block, 1, size], ``scales`` without the size."""
+
+    cache: Tensor
+    scales: Tensor
+    tables: Tensor
+    count: Tensor  # [requests], of rows
+    residual: Tensor | None  # [requests], tokens behind them
+    ratio: int
+
+    def scored(self, query: Tensor, scales: Tensor, weights: Tensor, starts: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Each request's queries and their scores [queries, rows]; minus infinity for what follows a query's token."""
+        residual = self.residual.tolist() if self.residual is not None else [0] * len(self.count)
+        for request, own, count in requests_of(starts[1:], self.count):
+            length = count * self.ratio + residual[request]
+            keys, key_scales = (
+                pad_together(_rows(cache, self.tables[request], 0, count)[:, 0].float().reshape(count, size))
+                for cache, size in ((self.cache, self.cache.shape[-1]), (self.scales, 1))
+            )
+            scores = index_scores(query[own], scales[own], weights[own], keys) * key_scales.t()
+            position = torch.arange(length - (own.stop - own.start), length)
+            yield own, scores.masked_fill(~_completed(position, self.ratio, scores.shape[1]), float("-inf"))
+
+
+def npu_quant_lightning_indexer_v3(
+    query: Tensor, key: Tensor, weights: Tensor, query_dequant_scale: Tensor, key_dequant_scale: Tensor, topk: int,
+    quant_mode: int,
+    *, cu_seqlens_q: Tensor, seqused_k: Tensor, block_table: Tensor, candidate_topk_index: Tensor | None = None,
+    cmp_residual_k: Tensor | None = None, metadata: Tensor | None = None, max_seqlen_q: int = -1,
+    layout_q: str = "TND", layout_k: str = "PA_BBND", mask_mode: int = CAUSAL, cmp_ratio: int = 1,
+    candidate_mode: int = _WITHOUT, candidate_topk_blocks: int = 2048, candidate_block_size: int = 8,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The same, of any ratio, and with candidates [tokens, 1, ``candidate_topk_blocks``]: blocks of each query's rows.
+
+    They are those with the best rows and that of the newest row. Those that are given, another layer has found.
+    """
+    assert (layout_q, layout_k, mask_mode, quant_mode) == ("TND", "PA_BBND", CAUSAL, _INT8)
+    indices = torch.full((query.shape[0], 1, topk), NOTHING, dtype=torch.int32)
+    shape = (query.shape[0], 1, candidate_topk_blocks) if candidate_mode == _FINDS else (0,)
+    found = torch.full(shape, NOTHING, dtype=torch.int32)
+    rows = _Rows(key, key_dequant_scale, block_table, seqused_k, cmp_residual_k, cmp_ratio)
+    for own, scores in rows.scored(query, query_dequant_scale, weights, cu_seqlens_q):
+        if candidate_mode == _FINDS:
+            found[own, 0] = _best_blocks(scores, candidate_block_size, candidate_topk_blocks)
+        elif candidate_mode == _PREFERS:
+            assert candidate_topk_index is not None
+            blocks = _selected(candidate_topk_index[own, 0], -(-scores.shape[1] // candidate_block_size))
+            is_candidate = blocks.repeat_interleave(candidate_block_size, 1)[:, : scores.shape[1]]
+            scores = scores.masked_fill(~is_candidate & scores.isfinite(), _LEAST)  # noqa: PLW2901
+        indices[own, 0] = best_of(scores, topk)
+    return indices, torch.zeros(0), found
+
+
+def _best_blocks(scores: Tensor, size: int, count: int) -> Tensor:
+    """The numbers [queries, count] of the blocks of ``size`` rows that have the best ones, and of the last one."""
+    best = pad(scores, (0, -scores.shape[1] % size), value=float("-inf")).unflatten(1, (-1, size)).amax(-1)
+    seen = scores.isfinite().sum(1)
+    query = seen.nonzero().flatten()
+    best[query, (seen[query] - 1) // size] = float("inf")
+    return best_of(best, count)
+
+
+def _shapes_of_candidate_indexer(
+    query: Tensor, key: Tensor, weights: Tensor, query_scale: Tensor, key_scale: Tensor, topk: int, *args: object,
+    candidate_mode: int = _WITHOUT, candidate_topk_blocks: int = 2048, **others: object,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    indices, values = _shapes_of_lightning_indexer(query, key, weights, query_scale, key_scale, topk, *args, **others)
+    shape = (query.shape[0], 1, candidate_topk_blocks) if candidate_mode == _FINDS else (0,)
+    return indices, values, indices.new_empty(shape)
 
 
 def _shapes_of_lightning_indexer(
@@ -220,6 +292,30 @@ def npu_sparse_attn_sharedkv(
     return out, torch.zeros(0)
 
 
+def npu_sparse_flash_mla(
+    q: Tensor,
+    *, ori_kv: Tensor, ori_block_table: Tensor, cu_seqlens_q: Tensor, seqused_ori_kv: Tensor, sinks: Tensor,
+    cmp_kv: Tensor | None = None, cmp_sparse_indices: Tensor | None = None, cmp_block_table: Tensor | None = None,
+    seqused_cmp_kv: Tensor | None = None, cmp_residual_kv: Tensor | None = None, metadata: Tensor | None = None,
+    softmax_scale: float = 1.0, cmp_ratio: int = 0, ori_mask_mode: int = 0, cmp_mask_mode: int = 0,
+    ori_win_left: int = -1, ori_win_right: int = -1, layout_q: str = "BSND", layout_kv: str = "BSND",
+    topk_value_mode: int = 1, return_softmax_lse: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The same attention, as V4.1 calls it. The rows and the tokens behind them are what the tokens make."""
+    assert (layout_kv, topk_value_mode, return_softmax_lse) == ("PA_BBND", 1, False)
+    if cmp_kv is not None:
+        assert cmp_mask_mode == CAUSAL
+        assert seqused_cmp_kv is not None
+        residual = cmp_residual_kv if cmp_residual_kv is not None else torch.zeros_like(seqused_ori_kv)
+        assert torch.equal(seqused_cmp_kv * cmp_ratio + residual, seqused_ori_kv)
+    return npu_sparse_attn_sharedkv(
+        q, ori_kv=ori_kv, ori_block_table=ori_block_table, cu_seqlens_q=cu_seqlens_q, seqused_kv=seqused_ori_kv,
+        sinks=sinks, softmax_scale=softmax_scale, cmp_kv=cmp_kv, cmp_sparse_indices=cmp_sparse_indices,
+        cmp_block_table=cmp_block_table, cmp_ratio=cmp_ratio, ori_mask_mode=ori_mask_mode, ori_win_left=ori_win_left,
+        ori_win_right=ori_win_right, layout_q=layout_q,
+    )  # fmt: skip
+
+
 def _selected(indices: Tensor, rows: int) -> Tensor:
     """Which rows ``indices`` [queries, selected] name, [queries, rows]; a negative index is none."""
     selected = torch.zeros(indices.shape[0], rows + 1, dtype=torch.bool)
@@ -254,6 +350,9 @@ COMPRESSED_ATTENTION = (
     Operator(compressor_metadata_out),
     Operator(npu_quant_lightning_indexer_v2, _shapes_of_lightning_indexer),
     Operator(_plan, _shape_of_plan, name="npu_quant_lightning_indexer_v2_metadata"),
+    Operator(npu_quant_lightning_indexer_v3, _shapes_of_candidate_indexer),
     Operator(npu_sparse_attn_sharedkv, _shapes_of_sparse_attention),
+    Operator(npu_sparse_flash_mla, _shapes_of_sparse_attention),
+    Operator(_plan, _shape_of_plan, name="npu_sparse_flash_mla_metadata"),
     Operator(_plan, _shape_of_plan, name="npu_sparse_attn_sharedkv_metadata"),
 )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tests.support.ascend.host_kernels import block_sparse_triton, kda, pooled_indexer
+from tests.support.ascend.host_kernels import block_sparse_triton, kda, ngram_tables, pooled_indexer, ring_compressor
 from tests.support.ascend.host_kernels.context_parallel import join_ranks, pack_for_ranks
 from tests.support.ascend.host_kernels.dispatch import host
 from tests.support.ascend.host_kernels.norms import scaled_norm
@@ -219,6 +219,20 @@ _KERNELS: Mapping[str, Mapping[str, Callable[..., None]]] = {
         "_glm5_next_lightning_indexer_score_kernel": pooled_indexer.score_pools,
         "_expand_pool_indices": pooled_indexer.expand_pools,
     },
+    "vllm_ascend.ops.triton.compressor.compressor_triton": {
+        "_pool_kernel": ring_compressor.pool_tokens,
+        "_cache_update_kernel": ring_compressor.keep_states,
+    },
+    "vllm_ascend.ops.triton.quantize_indexer_query": {
+        "_quantize_indexer_query_kernel": ring_compressor.quantise_queries,
+    },
+    "vllm_ascend.ops.triton.prepare_indexer_indices": {"_prepare_indexer_indices_kernel": ring_compressor.order_rows},
+    "vllm.models.deepseek_v41.common.engram": {"_write_hash_cache_kernel": ngram_tables.remember_tokens},
+    "vllm_ascend.ops.triton.engram_hash": {
+        "_engram_req_index_kernel": ngram_tables.find_requests,
+        "_hash_ids_kernel": ngram_tables.hash_ngrams,
+    },
+    "vllm_ascend.ops.triton.engram_lookup": {"_engram_int8_gather_dequant_kernel": ngram_tables.read_rows},
     "vllm_ascend.ops.triton.batch_memcpy": {"batch_memcpy_kernel": _copy_memory},
     "vllm_ascend.ops.triton.dcp.dcp_a2a": {
         "_pack_dcp_output_lse_kernel": pack_for_ranks,
@@ -246,9 +260,9 @@ def _complete_placeholder(module: types.ModuleType) -> None:
     module.TritonPlaceholder.next_power_of_2 = staticmethod(lambda number: 1 << (number - 1).bit_length())
 
 
-def _tell_cores(module: types.ModuleType) -> None:
-    """By which launches choose their grids; Triton would tell."""
-    vars(module).update(_NUM_AICORE=1, _NUM_VECTORCORE=1)
+def _tell_cores(*names: str) -> Callable[[types.ModuleType], None]:
+    """Numbers of cores, by which launches choose their grids; Triton would tell."""
+    return lambda module: vars(module).update(dict.fromkeys(names, 1))
 
 
 def _launch(module: types.ModuleType) -> None:
@@ -259,9 +273,10 @@ def _launch(module: types.ModuleType) -> None:
 #: Module: what else it lacks without Triton.
 _LACKING: Mapping[str, Callable[[types.ModuleType], None]] = {
     "vllm.triton_utils.importing": _complete_placeholder,
-    "vllm_ascend.ops.triton.triton_utils": _tell_cores,
+    "vllm_ascend.ops.triton.triton_utils": _tell_cores("_NUM_AICORE", "_NUM_VECTORCORE"),
     "vllm_ascend.ops.rotary_embedding": only_into_fp8,
     "vllm_ascend.models.minimax_m3.minimax_m3": _launch,
+    "vllm_ascend.ops.triton.compressor.compressor_triton": _tell_cores("_CUBE_CORE_NUM"),
 }
 _PATCHED = (*_KERNELS, *_LACKING)
 
