@@ -169,7 +169,7 @@ Real servers (``tests/e2e``):
     e2e.api_clients         responses, messages and tokens, asked by the clients that their users have
     e2e.architectures       architectures of the test models: configurations and random weights
     e2e.glm5_next           the architecture of GLM-5.3-Flash: states beside keys of pools and latent vectors
-    e2e.compressed_model    DeepSeek-V4's, of layers that differ
+    e2e.compressed_model    DeepSeek-V4's and V4.1's, of layers that differ
     e2e.models              a tiny model, whose output depends on every block of its prompt, as a directory
     e2e.hybrid_deployments  sets of their servers
     e2e.hybrids             models of which some layers keep states

@@ -11,7 +11,7 @@ BEGIN, END = "<!-- recipes -->\n", "<!-- end of recipes -->"
 #: ``test_hybrids``, ``test_pooled_indexers`` and ``test_compressed_caches``.
 _TOKENS = (
     ["G"], ["M"], ["I", "M"], ["I+s", "P"], ["G", "I"], ["G", "G(fp8)", "I(fp8)"], ["G", "S"],
-    ["K", "M", "S", "T"], ["V4"],
+    ["K", "M", "S", "T"], ["V4"], ["V41"],
 )  # fmt: skip
 #: What the page of a recipe lacks, whichever the connector.
 _KEPT = "D: `mlapo_keep_prefill_weights`"

@@ -28,6 +28,7 @@ DEEPSEEK_V2 = ModelSpec(architecture="deepseek_v2")
 DEEPSEEK_V32 = ModelSpec(layers=3, architecture="deepseek_v32")
 GLM = ModelSpec(layers=5, architecture="glm_moe_dsa")
 DEEPSEEK_V4 = ModelSpec(architecture="deepseek_v4")
+DEEPSEEK_V41 = ModelSpec(layers=6, architecture="deepseek_v41")
 MINIMAX_M3 = ModelSpec(layers=3, architecture="minimax_m3")
 GATED_DELTA = ModelSpec(hybrid="qwen3_5")
 GLM_FLASH = ModelSpec(layers=8, architecture="glm5_next")
@@ -294,21 +295,33 @@ NPU_BLOCK_FP8 = Deployment(
 _WORKER_APART = ("--distributed-executor-backend", "mp")
 
 
-def _compressing(spec: ServerSpec) -> ServerSpec:
-    spec = _unverified(on_npu(replace(spec, dtype="bfloat16", arguments=(*_LONG, *_WORKER_APART))))
+def _compressing(spec: ServerSpec, *arguments: str) -> ServerSpec:
+    spec = replace(spec, dtype="bfloat16", arguments=(*_LONG, *_WORKER_APART, *arguments))
     # All its cache groups take blocks of one pool, most of them for few tokens.
-    return replace(spec, kv_cache_bytes=512 << 20)
+    return replace(_unverified(on_npu(spec)), kv_cache_bytes=512 << 20)
+
+
+def _compressing_deployment(name: str, model: ModelSpec, *arguments: str) -> Deployment:
+    return Deployment(
+        name,
+        (
+            ("P TP1", _compressing(prefill(model), *arguments)),
+            ("P TP2", _compressing(prefill(model, tensor_parallel=2), *arguments)),
+            ("D", _compressing(replace(_peer(model), role="kv_consumer"), *arguments)),
+        ),
+    )
 
 
 #: Windows, compressed caches, an indexer's keys in int8 with scales behind them, and compressors' states, in pages of
 #: one pool. Nothing is verified, as above.
-NPU_COMPRESSED = Deployment(
-    "compressed",
-    (
-        ("P TP1", _compressing(prefill(DEEPSEEK_V4))),
-        ("P TP2", _compressing(prefill(DEEPSEEK_V4, tensor_parallel=2))),
-        ("D", _compressing(replace(_peer(DEEPSEEK_V4), role="kv_consumer"))),
-    ),
+NPU_COMPRESSED = _compressing_deployment("compressed", DEEPSEEK_V4)
+
+#: The same of V4.1: compressed caches that several layers read, and rings. Its table is in the device's memory: the
+#: simulated runtime does not publish host memory to the device. It reads no images.
+NPU_RINGS = _compressing_deployment(
+    "rings",
+    DEEPSEEK_V41,
+    *("--limit-mm-per-prompt", json.dumps({"image": 0}), "--engram-config", json.dumps({"cpu_offload": False})),
 )
 
 #: vLLM makes these blocks as large as a state, at both sizes.

@@ -11,7 +11,7 @@ the attention is sharp; ``models`` says why.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -66,11 +66,12 @@ _IMAGE_TOKEN = "<image>"
 _IMAGE_MARKS = ("<fake_token_around_image>", "<global-img>", "<end_of_utterance>", _IMAGE_TOKEN)
 
 Name = Literal[
-    "qwen3", "gemma3", "deepseek_v2", "deepseek_v32", "deepseek_v4", "glm5_next", "glm_moe_dsa", "minimax_m3", "phi3",
-    "idefics3",
+    "qwen3", "gemma3", "deepseek_v2", "deepseek_v32", "deepseek_v4", "deepseek_v41", "glm5_next", "glm_moe_dsa",
+    "minimax_m3", "phi3", "idefics3",
 ]  # fmt: skip
 Matrix = npt.NDArray[np.float32]
-Weights = dict[str, Matrix]
+#: By their names in a checkpoint: matrices, or what is quantised.
+Weights = dict[str, npt.NDArray[Any]]
 #: A random matrix of (rows, columns) with the deviation ``INITIALIZER_RANGE``.
 Draw = Callable[[int, int], Matrix]
 

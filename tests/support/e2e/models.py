@@ -27,13 +27,14 @@ from tests.support.e2e.architectures import (
     Weights,
     shared_config,
 )
-from tests.support.e2e.compressed_model import COMPRESSED_MODEL
+from tests.support.e2e.compressed_model import COMPRESSED_MODEL, V41_MODEL
 from tests.support.e2e.glm5_next import GLM5_NEXT
 from tests.support.e2e.hybrids import write_hybrid
 
 _ARCHITECTURES: Mapping[Name, Architecture] = {
     **ARCHITECTURES,
     "deepseek_v4": COMPRESSED_MODEL,
+    "deepseek_v41": V41_MODEL,
     "glm5_next": GLM5_NEXT,
 }
 
