@@ -56,7 +56,8 @@ class HeldRead:
         """Return whether the read has settled, and let go of what was kept if so. Idempotent."""
         if not self._link.settled:
             return False
-        self._land()
+        if not self._link.lands:
+            self._land()
         self._kept.close()
         return True
 

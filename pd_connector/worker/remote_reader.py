@@ -85,7 +85,7 @@ class RemoteReader:
 
         ``copy`` must reach both the memory of ``pool``, which is the staging buffer, and ``local_regions``. ``areas``
         limits what it is given at once. ``land`` is called before what was read is copied, and by who holds the memory
-        that is read to, when no read writes there any more.
+        that is read to, when no read writes there any more; not for links whose reads land by themselves.
 
         Raises:
             ValueError: local regions overlap, or one is empty.
@@ -209,7 +209,8 @@ class RemoteReader:
                     raise ReadFailed(f"not all windows were read within {timeout_s:.1f} s", settled=True)
                 later_bytes -= window.reads.total_bytes
                 link.read(window.reads, remaining, later_bytes, given_up)
-                self.land()
+                if not link.lands:
+                    self.land()
                 copying.append(copier.submit(self._copy, window.copies))
             all_read = time.monotonic()
             for copies in copying:

@@ -270,6 +270,8 @@ class CudaIpcLink(Link):
     One thread at a time may read; any may ``close`` or ``abandon``, which ends a read.
     """
 
+    lands = True  # reads are polled until the device is done
+
     def __init__(
         self,
         engine: CudaIpcEngine,

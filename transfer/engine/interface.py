@@ -14,6 +14,7 @@ different peers never wait for each other where the transport allows it (TCP doe
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 from layout.copies import Copies
 from layout.geometry import Identity, Region
@@ -42,6 +43,9 @@ class ReadFailed(TransferError):  # noqa: N818  named after the event
 
 class Link(ABC):
     """A connection to one peer's engine, through which its registered memory is read."""
+
+    #: Whether what a read has brought is in place for every stream of the device once the link has ``settled``.
+    lands: ClassVar[bool] = False
 
     @abstractmethod
     def read(self, copies: Copies, timeout_s: float, later_bytes: int = 0, given_up: GivenUp = never) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -30,6 +31,7 @@ from pd_connector.worker.worker import ConnectorWorker
 from tests.support.connector.engines import OURS, THEIRS, Site, an_order
 from tests.support.connector.scripted_pulls import raising, scripted_session
 from tests.support.connector.shared_memory import Neighbours
+from tests.support.connector.staging import stage
 from tests.support.connector.vllm_engine import BLOCK_TOKENS, CACHES, LAYERS, a_config
 from tests.support.devices.shared_devices import SharedDevices
 from tests.support.engine.in_process import InProcessEngine, InProcessFabric, InProcessLink
@@ -69,6 +71,20 @@ def test_a_peer_on_the_same_host_is_read_in_mapped_memory(site: Site, caplog: py
     stats = StatsRecorder()
     end.count(stats)
     assert (stats.take() or {})["counts"]["pull_bytes_over_ipc"] == end.copied_bytes
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_what_is_read_in_mapped_memory_waits_for_nothing_else_of_the_device(site: Site, *, staged: bool) -> None:
+    here, waited = Neighbours(site), Mock()
+    if staged:
+        here.ours.register([stage(here.worker, 1 << 20).region])
+    here.worker.reads.land = waited
+    end = here.pull()[1]
+    assert not end.cause, end.reason
+    assert end.mapped_bytes == end.copied_bytes > 0
+    assert ("reshape" in end.seconds) == staged
+    waited.assert_not_called()
+    assert here.worker.holds([(OURS, 0, 69)])
 
 
 @pytest.mark.parametrize(

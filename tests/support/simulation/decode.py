@@ -93,6 +93,7 @@ class LateRead:
     blocks: list[tuple[int, int]]
     since: float
     settled: bool = False
+    lands: bool = True
 
 
 class SessionSim(PeerSession):
