@@ -22,6 +22,8 @@ UNBUILT ?= 0.33
 
 # vLLM for CUDA, and what of it is installed. PD_CONNECTOR_CUDA_ON_CPU=1 dry-runs on the CPU, in .venv.
 VLLM_CUDA ?= vllm==0.32.0
+# Of Mooncake, the release that the tests on the CPU run on.
+MOONCAKE ?= $(shell sed -n 's/.*"mooncake-transfer-engine-non-cuda==\(.*\)".*/\1/p' pyproject.toml)
 CUDA_ENV := .venv-cuda
 CUDA := $(if $(PD_CONNECTOR_CUDA_ON_CPU),$(VENV),$(CUDA_ENV))
 CUDA_INSTALLED := $(if $(PD_CONNECTOR_CUDA_ON_CPU),$(STAMPS)/installed,$(CUDA)/installed)
@@ -211,12 +213,12 @@ $(CUDA_ENV)/installed: pyproject.toml | gpu $(STAMPS)/libraries
 	@$(CUDA)/bin/python -m pip install -qq --disable-pip-version-check '$(VLLM_CUDA)'
 	@cuda="$$($(CUDA)/bin/python -c 'import torch; print(torch.version.cuda)')"; \
 	case "$$cuda" in \
-		13.*) extra=cuda;; \
-		12.*) extra=cuda12;; \
+		13.*) extra=cuda mooncake=mooncake-transfer-engine-cuda13;; \
+		12.*) extra=cuda12 mooncake=mooncake-transfer-engine;; \
 		*) echo "$(VLLM_CUDA) brings a PyTorch for CUDA $$cuda, and Mooncake is built for 12 and 13: name another," >&2; \
 			echo '  make $(MAKECMDGOALS) VLLM_CUDA=vllm==0.32.0' >&2; exit 1;; \
 	esac; \
-	$(CUDA)/bin/python -m pip install -qq --disable-pip-version-check -e ".[$$extra,test]"
+	$(CUDA)/bin/python -m pip install -qq --disable-pip-version-check -e ".[$$extra,test]" "$$mooncake==$(MOONCAKE)"
 	@$(CUDA)/bin/python -m tests.support.gpu_machine
 	@$(CUDA)/bin/python -c 'import torch, mooncake.engine' || { \
 		echo 'Mooncake for CUDA cannot be imported. It needs libibverbs, libmlx5, libnuma and libcurl of the system. As root:' >&2; \

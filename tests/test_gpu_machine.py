@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,15 +73,37 @@ class TestPyTorch:
         assert lacking(missing) == ""
 
 
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep what a make around this one wants from the makes of a test."""
+    for variable in (ON_CPU_VARIABLE, "MAKEFLAGS", "MAKELEVEL"):
+        monkeypatch.delenv(variable, raising=False)
+
+
+def make(environment: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = ["make", *words, f"PYTHON={sys.executable}", f"CUDA_ENV={environment}"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("target", ["test-cuda", "bench-cuda"])
 def test_make_stops_before_it_installs(tmp_path: Path, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     nvidia_smi(tmp_path, "No devices were found", 6)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    for of_a_make_around in (ON_CPU_VARIABLE, "MAKEFLAGS", "MAKELEVEL"):
-        monkeypatch.delenv(of_a_make_around, raising=False)
-    command = ["make", target, f"PYTHON={sys.executable}", f"CUDA_ENV={tmp_path / 'environment'}"]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    ran = make(tmp_path / "environment", target)
     assert ran.returncode
     assert ran.stdout == ""
     assert ran.stderr.startswith("no GPU: nvidia-smi says 'No devices were found'")
     assert not (tmp_path / "environment").exists()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("target", ["test-cuda", "bench-cuda"])
+def test_make_installs_the_mooncake_that_the_other_tests_run_on(tmp_path: Path, target: str) -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (release,) = [line.partition("==")[2] for line in extras["cpu"] if line.startswith("mooncake")]
+    said = make(tmp_path / "environment", "-n", target).stdout
+    assert f'-e ".[$extra,test]" "$mooncake=={release}"' in said
+    for extra in ("cuda", "cuda12"):
+        (name,) = [line.partition(">=")[0] for line in extras[extra] if line.startswith("mooncake")]
+        assert f"extra={extra} mooncake={name};;" in said
