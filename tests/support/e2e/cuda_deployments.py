@@ -7,7 +7,7 @@ chunks, and both sides of a pair in the same ones, so that D alone computes what
 from dataclasses import replace
 
 from tests.support.e2e.cluster import Platform, Role, ServerSpec
-from tests.support.e2e.deployments import PATIENT, Deployment, leases
+from tests.support.e2e.deployments import PATIENT, SECRET, Deployment, leases
 from tests.support.e2e.models import ModelSpec
 from tests.support.gpu_machine import is_on_cpu
 
@@ -74,6 +74,23 @@ _APART = _server(
 CUDA_UNEQUAL = Deployment(
     "unequal on CUDA",
     (("P", _with_graphs(_SMALL_P)), ("D", _with_graphs(replace(_APART, load_failure_policy="recompute")))),
+)
+#: More than all else that P takes of the GPU: as long as D has it mapped, it shows that a dead P left it.
+SAME_HOST_CACHE_BYTES = 2 << 30
+
+
+def _on_one_host(spec: ServerSpec) -> ServerSpec:
+    """The server, which maps the other's memory or has its own mapped."""
+    return _with_graphs(replace(spec, secret=SECRET, options=(*spec.options, ("protocol", "auto"))))
+
+
+#: Sides that differ as those before do, so that what is read in mapped memory is staged. Neither has host memory.
+CUDA_SAME_HOST = Deployment(
+    "same host on CUDA",
+    (
+        ("P", replace(_on_one_host(_server("kv_producer", _MODEL, SMALL_BLOCK)), kv_cache_bytes=SAME_HOST_CACHE_BYTES)),
+        ("D", replace(_on_one_host(_APART), load_failure_policy="recompute")),
+    ),
 )
 CUDA_WINDOWS = _pair("windows on CUDA", ModelSpec(layers=6, architecture="gemma3"), SMALL_BLOCK)
 #: The CPU's kernel of MLA takes blocks of 16 tokens, Hopper's take 64.
