@@ -17,6 +17,7 @@ from tests.support.e2e.cuda_deployments import (
     IS_CPU,
     SAME_HOST_CACHE_BYTES,
     UNIT,
+    fallbacks,
 )
 from tests.support.e2e.deployments import on
 from tests.support.e2e.exact import (
@@ -52,6 +53,10 @@ def test_prompts_at_once_have_the_bits_that_d_computes_alone(pair: Pair) -> None
             pair, [exact_prompt(1 + 2 * number, UNIT, ("at once", number)) for number in range(8)]
         )
     assert_all_over_ipc(traffic)
+
+
+def test_nothing_has_fallen_back_to_a_slower_way(pair: Pair) -> None:
+    assert fallbacks(pair.prefill.log_since() + pair.decode.log_since()) == []
 
 
 def free_gpu_bytes() -> int:

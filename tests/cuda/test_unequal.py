@@ -11,7 +11,15 @@ import pytest
 
 from tests.support.e2e.client import Completion
 from tests.support.e2e.cluster import Cluster
-from tests.support.e2e.cuda_deployments import CUDA_PULL_TIMEOUT_S, CUDA_UNEQUAL, DEVICE_TOKENS, SMALL_BLOCK, UNIT
+from tests.support.e2e.cuda_deployments import (
+    CUDA_PULL_TIMEOUT_S,
+    CUDA_UNEQUAL,
+    DEVICE_TOKENS,
+    SMALL_BLOCK,
+    TOGETHER,
+    UNIT,
+    fallbacks,
+)
 from tests.support.e2e.deployments import on
 from tests.support.e2e.exact import (
     ANSWER_TOKENS,
@@ -95,6 +103,12 @@ def test_leases_that_have_moved_to_host_memory_are_read_there_with_the_same_bits
         assert_same_bits(answer, each)
     assert (traffic.failures(), traffic.leases("released")) == (0, MOVING)
     assert traffic.pulled("pull_bytes_from_host") > 0
+
+
+def test_nothing_has_fallen_back_to_a_slower_way(pair: Pair) -> None:
+    logs = pair.prefill.log_since(), pair.decode.log_since()
+    assert [TOGETHER in log for log in logs] == [True, False]
+    assert [fallbacks(log) for log in logs] == [[], []]
 
 
 def test_p_that_is_killed_in_the_middle_of_a_read_costs_d_no_wrong_token(

@@ -25,6 +25,15 @@ TOKEN_BYTES = 4 * 4 * 2 * 32 * (4 if IS_CPU else 2)
 DEVICE_TOKENS = 5120
 HOST_TOKENS = 8 * DEVICE_TOKENS
 CUDA_PULL_TIMEOUT_S = 20.0
+#: What P's log says, and what no log does, unless something has been done in a slower way, which changes no bit.
+TOGETHER = "keeps all layers of a block together"
+FALLBACKS = (
+    "cross-layer KV blocks are off",
+    "caches are reshaped by operators",
+    "the installed library has no",
+    "is not supported by this driver or chip",
+    "is not pinned, so the driver blocks",
+)
 #: Both may read the other's memory on any machine; what another transport changes is not these tests' matter.
 _OPTIONS = (("protocol", "tcp"), *leases(60.0), ("verify", True))
 _CUDA_GRAPHS = (
@@ -33,6 +42,11 @@ _CUDA_GRAPHS = (
 )
 #: The sampler that FlashInfer compiles at start wants a CUDA toolkit.
 _VARIABLES = () if IS_CPU else (("VLLM_USE_FLASHINFER_SAMPLER", "0"),)
+
+
+def fallbacks(log: str) -> list[str]:
+    """The lines of a server's log that say that something is done in a slower way."""
+    return [line for line in log.splitlines() if any(words in line for words in FALLBACKS)]
 
 
 def _server(role: Role, model: ModelSpec, block_size: int, *options: tuple[str, object]) -> ServerSpec:
