@@ -124,7 +124,7 @@ test-cuda: $(CUDA_INSTALLED) | gpu  ## tests that need one CUDA GPU, and real se
 		$(CUDA)/bin/python -m pytest -o filterwarnings=default -m 'cuda and not e2e' $$module $(ARGS) || \
 			$(OTHERS_CHOSEN) || failed+=" $$module"; done; \
 	PD_CONNECTOR_START_TIMEOUT_S=$${PD_CONNECTOR_START_TIMEOUT_S:-600} \
-		$(CUDA)/bin/python -m pytest -o filterwarnings=default --timeout 1200 tests/cuda $(ARGS) || $(OTHERS_CHOSEN) || failed+=' tests/cuda'; \
+		$(CUDA)/bin/python -m pytest -o filterwarnings=default --timeout 1500 tests/cuda $(ARGS) || $(OTHERS_CHOSEN) || failed+=' tests/cuda'; \
 	[ -z "$$failed" ] || { echo "Failed:$$failed" >&2; exit 1; }
 
 # Before anything is installed, and again with the PyTorch that was.

@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 
 import tests.support
+from tests.support.e2e.cluster import Cluster
+from tests.support.e2e.deployments import FAULTS, OTHER_MODELS
+from tests.support.e2e.fixtures import start_all
 from tests.support.process import free_ports
 from tests.support.waiting import ManualClock, holds_for, until
 
@@ -114,6 +117,18 @@ def test_a_manual_clock_moves_when_it_is_told_to() -> None:
 
 def test_free_ports_are_all_different() -> None:
     assert len(set(free_ports(20))) == 20
+
+
+def test_servers_of_all_deployments_start_at_once_or_none_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, figures = Cluster(SUPPORT), list[str]()
+    with monkeypatch.context() as patched:
+        patched.setattr(cluster, "start", list)
+        started = start_all([FAULTS, OTHER_MODELS], cluster, figures)
+        assert list(started.items()) == [(each, dict(each.servers)) for each in (FAULTS, OTHER_MODELS)]
+        assert not figures
+        patched.setattr(cluster, "start", lambda _: 1 / 0)
+        assert start_all([FAULTS, OTHER_MODELS], cluster, figures) == {}
+    assert figures == ["servers of 2 deployments did not start at once: ZeroDivisionError('division by zero')"]
 
 
 def test_tests_on_pairs_share_the_servers_of_a_deployment(tmp_path: Path) -> None:

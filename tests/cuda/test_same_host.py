@@ -60,7 +60,8 @@ def test_nothing_has_fallen_back_to_a_slower_way(pair: Pair) -> None:
 
 
 def free_gpu_bytes() -> int:
-    return torch.cuda.mem_get_info()[0]
+    free, _ = torch.cuda.mem_get_info()
+    return int(free)
 
 
 def test_what_p_had_of_the_gpu_is_free_when_p_is_killed_and_its_next_life_is_mapped_again(

@@ -4,7 +4,7 @@ A test names its deployment and servers with ``on``; pytest runs the tests of a 
 imports all of ``__all__``.
 """
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -47,6 +47,18 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def deployed() -> dict[Deployment, dict[str, Server]]:
     """The servers of the deployment that runs, by name; no two run at the same time."""
     return {}
+
+
+def start_all(
+    deployments: Sequence[Deployment], cluster: Cluster, figures: list[str]
+) -> dict[Deployment, dict[str, Server]]:
+    """Start the servers of all deployments at the same time; none is left, and a figure says why, if one fails."""
+    try:
+        started = iter(cluster.start(spec for each in deployments for _, spec in each.servers))
+    except Exception as error:  # whatever it is, each deployment may start by itself
+        figures.append(f"servers of {len(deployments)} deployments did not start at once: {error!r:.200}")
+        return {}
+    return {each: {name: next(started) for name, _ in each.servers} for each in deployments}
 
 
 @pytest.fixture(scope="session")
