@@ -11,7 +11,7 @@ import pytest
 
 import tests.support
 from tests.support.e2e.cluster import Cluster
-from tests.support.e2e.deployments import FAULTS, OTHER_MODELS
+from tests.support.e2e.deployments import FAULTS, OTHER_MODELS, Deployment
 from tests.support.e2e.fixtures import start_all
 from tests.support.process import free_ports
 from tests.support.waiting import ManualClock, holds_for, until
@@ -124,7 +124,8 @@ def test_servers_of_all_deployments_start_at_once_or_none_is_taken(monkeypatch: 
     with monkeypatch.context() as patched:
         patched.setattr(cluster, "start", list)
         started = start_all([FAULTS, OTHER_MODELS], cluster, figures)
-        assert list(started.items()) == [(each, dict(each.servers)) for each in (FAULTS, OTHER_MODELS)]
+        specs: dict[Deployment, object] = {each: dict(each.servers) for each in (FAULTS, OTHER_MODELS)}
+        assert (started, list(started)) == (specs, list(specs))
         assert not figures
         patched.setattr(cluster, "start", lambda _: 1 / 0)
         assert start_all([FAULTS, OTHER_MODELS], cluster, figures) == {}

@@ -78,6 +78,7 @@ def test_what_is_read_in_mapped_memory_waits_for_nothing_else_of_the_device(site
     here, waited = Neighbours(site), Mock()
     if staged:
         here.ours.register([stage(here.worker, 1 << 20).region])
+    assert here.worker.reads is not None
     here.worker.reads.land = waited
     end = here.pull()[1]
     assert not end.cause, end.reason

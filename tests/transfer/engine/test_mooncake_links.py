@@ -141,7 +141,7 @@ def test_a_peer_that_answers_at_the_last_moment_has_answered(own: World, monkeyp
         def is_alive(self) -> bool:
             return not self.ended
 
-    monkeypatch.setattr(mooncake_links.threading, "Thread", StillEnding)
+    monkeypatch.setattr(threading, "Thread", StillEnding)
     monkeypatch.setattr(MooncakeLink, "_meet", lambda *_: "")
     link = own.engine.open("127.0.0.1:15002", [THEIRS], IDENTITY)
     assert not link.is_stale

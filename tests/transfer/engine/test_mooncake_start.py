@@ -290,7 +290,7 @@ def test_a_descriptor_that_is_given_to_another_file_meanwhile_is_left_alone() ->
             found.append(own.getsockname())
             own.close()
         assert found == [listener.getsockname()]
-        with patch.object(mooncake_native.os, "dup", lambda _: duplicate(reading)):
+        with patch.object(os, "dup", lambda _: duplicate(reading)):
             assert list(mooncake_native._own_sockets(listening_port=port)) == []
         assert len(os.listdir("/proc/self/fd")) == len(open_files)
     os.close(reading)
