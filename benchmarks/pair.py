@@ -84,6 +84,7 @@ class Side:
     cache_bytes: int = CACHE_BYTES
     longest: int = LONGEST  # tokens of a request
     options: Mapping[str, object] = field(default_factory=dict)  # the connector's
+    variables: Mapping[str, str] = field(default_factory=dict)  # of the environment
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,7 @@ def running(
     with Servers() as servers, httpx.Client(timeout=REQUEST_TIMEOUT_S, limits=CONNECTIONS, trust_env=False) as http:
         started = []
         for number, ((role, side), port) in enumerate(zip(sides, free_ports(len(sides), HOST), strict=True)):
-            own = environment | ({"VLLM_KV_CACHE_LAYOUT": side.layout} if side.layout else {})
+            own = environment | dict(side.variables) | ({"VLLM_KV_CACHE_LAYOUT": side.layout} if side.layout else {})
             log, url = DIRECTORY / f"{number}-{role}.log", f"http://{HOST}:{port}"
             command = [*_command(module, role, side, port), *served]
             started.append(

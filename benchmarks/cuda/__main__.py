@@ -58,10 +58,10 @@ def measure(arguments: argparse.Namespace, place: copies.Place) -> Iterator[dict
         yield {"batches": {each.value: copies.batches(place, each) for each in DIRECTIONS}}
     if "servers" in arguments.parts:
         print("servers")
-        plan = Plan(tuple(sorted(arguments.lengths)), arguments.repeats, 8000, 2000, arguments.protocol)
+        plan = Plan(tuple(sorted(arguments.lengths)), arguments.repeats, 8000, 2000, arguments.protocol, is_mapped=True)
         model = servers.GPU_MODEL
         if arguments.dry_run:
-            plan, model = Plan((100, 400), 2, 200, 100, "tcp"), ATTENTION
+            plan, model = Plan((100, 400), 2, 200, 100, "tcp", is_mapped=False), ATTENTION
         yield from servers.measure(place, model, plan)
 
 

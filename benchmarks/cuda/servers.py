@@ -2,13 +2,14 @@
 
 import itertools
 import json
+import secrets
 import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,15 @@ def _made() -> Path:
     return directory
 
 
-#: Graphs are left out: they change what computing takes, which is not what is measured.
+#: As users' servers decode; vLLM takes the last of words that contradict each other.
+CUDA_GRAPHS = (
+    *("--no-enforce-eager", "--compilation-config"),
+    '{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]}',
+)
 GPU_MODEL = Model(
     _made, LAYERS * KV_HEADS * HEAD_SIZE * 2 * 2, 0, 16, 1 << 15,
     ("--load-format", "dummy", "--dtype", "bfloat16", "--gpu-memory-utilization", "0.02",
-     "--max-num-batched-tokens", "2048"),
+     "--max-num-batched-tokens", "2048", *CUDA_GRAPHS),
 )  # fmt: skip
 
 
@@ -52,6 +57,7 @@ class Plan:
     beside_tokens: int  # of the prompts that are pulled or loaded beside a stream
     stream_tokens: int
     protocol: str
+    is_mapped: bool  # whether reads over CUDA IPC are measured, too
 
 
 def measure(place: Place, model: Model, plan: Plan) -> Iterator[dict[str, Any]]:
@@ -73,6 +79,26 @@ def measure(place: Place, model: Model, plan: Plan) -> Iterator[dict[str, Any]]:
         yield {"handover": legs.handovers(plain, model, plan.lengths, plan.repeats, 0.0)}
         yield {"lengths": {str(tokens): _reads(place, plain, tokens, plan.repeats) for tokens in plan.lengths}}
         yield {"gaps": _gaps(with_host_memory, plan)}
+    if plan.is_mapped:
+        yield {"mapped": _mapped_reads(place, model, plan, prefill, decode)}
+
+
+def _mapped_reads(place: Place, model: Model, plan: Plan, *sides: Side) -> dict[str, dict[str, float]]:
+    """Return how D reads prompts of P, whose memory it maps.
+
+    Raises:
+        RuntimeError: it is not mapped.
+    """
+    secret = {"PD_CONNECTOR_SECRET": secrets.token_hex(32)}
+    prefill, decode = (replace(side, options={"protocol": "auto"}, variables=secret) for side in sides)
+    print("  over CUDA IPC")
+    with pair.running(prefill, decode, model=model) as (mapping,):
+        before = _pulled(mapping)
+        found = {str(tokens): _reads(place, mapping, tokens, plan.repeats) for tokens in plan.lengths}
+        read, mapped = (_pulled(mapping)[name] - before[name] for name in ("bytes", "mapped_bytes"))
+    if mapped < read:
+        raise RuntimeError(f"D has read {mapped / 1e6:.0f} of {read / 1e6:.0f} MB over CUDA IPC; its log says why")
+    return found
 
 
 def _reads(place: Place, servers: Pair, tokens: int, repeats: int) -> dict[str, float]:
@@ -100,6 +126,7 @@ def _pulled(servers: Pair) -> dict[str, float]:
     return {
         "pulls": counted(servers.decode, "vllm:pd_pulls_total"),
         "bytes": counted(servers.decode, "vllm:pd_pull_bytes_total"),
+        "mapped_bytes": counted(servers.decode, "vllm:pd_pull_bytes_over_ipc_total"),
         "seconds": counted(servers.decode, "vllm:pd_pull_seconds_sum", phase="read"),
     }
 

@@ -10,8 +10,9 @@ LENGTHS = ("2000", "8000", "30000")
 NOT_RUN = "not run"
 #: What stands in the table's place before the first card.
 NO_CARD = (
-    "Nothing yet: no card has run it. It measures reshapes, batched copies to and from the device, reads and\n"
-    "handovers of up to 30,000 tokens, P's prefill while D reads, and gaps between D's tokens while it pulls and loads."
+    "Nothing yet: no card has run it. It measures reshapes, batched copies to and from the device, reads (also over\n"
+    "CUDA IPC) and handovers of up to 30,000 tokens, P's prefill while D reads, and gaps between D's tokens while it\n"
+    "pulls and loads."
 )
 
 
@@ -39,6 +40,9 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("a read, 2,000 / 8,000 / 30,000 tokens, ms", "{:,.0f}", _each("lengths/{}/read_ms", LENGTHS)),
     ("a device copy of as many bytes, ms", "{:,.2f}", _each("lengths/{}/device_copy_ms", LENGTHS)),
     ("the read's rate, GB/s", "{:.2f}", _each("lengths/{}/gb_per_s", LENGTHS)),
+    ("a read over CUDA IPC, ms", "{:,.1f}", _each("mapped/{}/read_ms", LENGTHS)),
+    ("its rate, GB/s", "{:.1f}", _each("mapped/{}/gb_per_s", LENGTHS)),
+    ("P's prefill meanwhile, ms", "{:,.0f}", _each("mapped/{}/prefill_beside_read_ms", LENGTHS)),
     ("handover, the legs in turn, ms", "{:,.0f}", _each("handover/{}/in_turn_ms", LENGTHS)),
     ("handover, both legs at once, ms", "{:,.0f}", _each("handover/{}/together_ms", LENGTHS)),
     ("P's prefill alone, ms", "{:,.0f}", _each("lengths/{}/prefill_ms", LENGTHS)),

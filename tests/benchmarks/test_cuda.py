@@ -14,7 +14,7 @@ from benchmarks import pair, record
 from benchmarks.cuda import copies, servers, table
 from benchmarks.cuda.__main__ import DIRECTIONS, main, result_name
 from benchmarks.cuda.copies import Place
-from benchmarks.pair import ATTENTION, Pair
+from benchmarks.pair import ATTENTION, Pair, Side
 
 PLACE = Place("cpu", 4 << 20, 1)
 
@@ -73,15 +73,19 @@ class Servers:
 
     def __init__(self) -> None:
         self.pulls = 0
+        self.decodes: list[Side] = []
+        self.mapped_bytes = 1e6  # of a pull
         self.pair = Pair(httpx.Client(transport=httpx.MockTransport(self._answer)), "http://p", "http://d", {})
 
     @contextmanager
-    def running(self, *_: object, **__: object) -> Iterator[tuple[Pair, Pair]]:
-        yield self.pair, self.pair
+    def running(self, _: object, *decodes: Side, **__: object) -> Iterator[tuple[Pair, ...]]:
+        self.decodes += decodes
+        yield (self.pair,) * len(decodes)
 
     def counted(self, url: str, name: str, **labels: str) -> float:
         assert url == self.pair.decode
         each = {"vllm:pd_pulls_total": 1.0, "vllm:pd_pull_bytes_total": 1e6, "vllm:pd_pull_seconds_sum": 1e-3}
+        each["vllm:pd_pull_bytes_over_ipc_total"] = self.mapped_bytes
         return self.pulls * each.get(name, 0.0)
 
     def _answer(self, request: httpx.Request) -> httpx.Response:
@@ -92,21 +96,46 @@ class Servers:
         return httpx.Response(200, json={"kv_transfer_params": {"do_remote_prefill": True}})
 
 
-def test_servers_are_measured_under_the_names_that_the_table_wants(
-    results: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Servers:
     fake = Servers()
     monkeypatch.setattr(pair, "running", fake.running)
     monkeypatch.setattr(servers, "counted", fake.counted)
-    plan = servers.Plan((2000, 8000, 30000), 2, 100, 20, "tcp")
+    return fake
+
+
+def measured() -> dict[str, Any]:
+    """What ``fake`` comes to."""
+    plan = servers.Plan((2000, 8000, 30000), 2, 100, 20, "tcp", is_mapped=True)
     found: dict[str, Any] = {}
     for part in servers.measure(PLACE, ATTENTION, plan):
         found |= part
+    return found
+
+
+def test_servers_are_measured_under_the_names_that_the_table_wants(results: Path, fake: Servers) -> None:
+    found = measured()
+    *others, mapping = fake.decodes
+    assert [(each.options["protocol"], bool(each.variables)) for each in others] == [("tcp", False)] * 2
+    assert mapping.options == {"protocol": "auto"}
+    assert "PD_CONNECTOR_SECRET" in mapping.variables
     assert found["lengths"]["8000"]["gb_per_s"] == pytest.approx(1.0)
     write(results, "a card", found)
     rows = [row for row in table.measured().splitlines()[2:] if not row.startswith(("| reshape", "| batches"))]
     assert [row for row in rows if "not run" in row] == []
     assert len(rows) == len(table.ROWS) - 3
+
+
+def test_reads_that_do_not_take_the_way_that_is_measured_are_none(fake: Servers) -> None:
+    fake.mapped_bytes = 0
+    with pytest.raises(RuntimeError, match=r"D has read 0 of \d+ MB over CUDA IPC"):
+        measured()
+
+
+def test_servers_on_a_gpu_decode_with_graphs() -> None:
+    command = [*pair._command("pd_connector", "kv_consumer", Side(), 1), *servers.GPU_MODEL.words]
+    assert command.index("--enforce-eager") < command.index("--no-enforce-eager")
+    assert tuple(command[-3:]) == servers.CUDA_GRAPHS
 
 
 @pytest.mark.usefixtures("results")
