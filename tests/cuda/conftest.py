@@ -39,7 +39,7 @@ def wanted(items: Sequence[pytest.Item]) -> list[Deployment]:
     """The deployments of the tests that are not skipped, in their order."""
     tests = [item for item in items if isinstance(item, pytest.Function) and hasattr(item, "callspec")]
     run = [test for test in tests if not any(mark.args[0] for mark in test.iter_markers("skipif"))]
-    deployments = (test.callspec.params["deployment"] for test in run)
+    deployments = (test.callspec.params.get("deployment") for test in run)
     return list(dict.fromkeys(each for each in deployments if isinstance(each, Deployment)))
 
 
