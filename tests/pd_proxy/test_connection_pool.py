@@ -244,7 +244,7 @@ def test_a_server_that_does_not_read_a_request_is_silent() -> None:
     asyncio.run(scenario())
 
 
-def test_a_machine_that_vanishes_is_noticed_within_a_minute(d: FakeServer) -> None:
+def test_a_machine_that_vanishes_is_noticed_after_a_minute(d: FakeServer) -> None:
     """By the kernel, which asks it again and again whether it is there."""
 
     async def begins(received: Received, wire: Wire) -> None:
