@@ -22,7 +22,7 @@ from layout.geometry import Identity
 from tests.support.devices.shared_devices import SharedDevices
 from tests.support.engine.ipc_engines import FakeIpcEngine
 from tests.support.memory import Memory, even_copies
-from tests.support.waiting import WAIT_S, until
+from tests.support.waiting import WAIT_S, holds_for, until
 from transfer.copies.batch.cuda import IpcRefused
 from transfer.engine import cuda_ipc
 from transfer.engine.cuda_ipc import CudaIpcEngine, CudaIpcLink
@@ -275,7 +275,8 @@ def test_a_link_that_no_thread_can_close_is_stale_and_closed_by_its_owner(world:
     assert not world.mapped
 
 
-def test_a_read_ends_when_its_link_is_abandoned(world: World) -> None:
+def test_a_read_ends_when_its_link_is_abandoned(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_ipc, "_PATIENCE_S", WAIT_S)
     link = world.open()
     world.reader.driver.running.clear()
     failures: list[ReadFailed] = []
@@ -290,6 +291,7 @@ def test_a_read_ends_when_its_link_is_abandoned(world: World) -> None:
     reading.start()
     until(lambda: world.reader.driver.in_flight, "it reads")
     link.abandon()
+    holds_for(reading.is_alive, 0.5)  # it has seen that, and waits for the device
     world.reader.driver.running.set()
     reading.join(WAIT_S)
     until(lambda: not world.mapped, "nothing is mapped")
