@@ -56,10 +56,8 @@ def test_a_server_that_fails_at_once_does_not_draw_all_requests(
 ) -> None:
     """It always has the fewest in flight."""
     failing, well = setup.server(answers(503, b"no")), p if leg == "prefill" else d
-    if leg == "prefill":
-        proxy = setup.proxy([p, failing], [d], skip_s=60)
-    else:
-        proxy = setup.proxy([p], [d, failing], skip_s=60)
+    of_prefill, of_decode = ([p, failing], [d]) if leg == "prefill" else ([p], [d, failing])
+    proxy = setup.proxy([*of_prefill], [*of_decode], skip_s=60)
     script, well.script = well.script, stalls
     hanging = RawClient.completing(proxy, REQUEST)
     well.wait()
