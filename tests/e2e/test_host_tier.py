@@ -81,15 +81,15 @@ class TestComingBack:
 
     @every_fast_server
     def test_preempted_requests_give_the_answers_that_they_give_alone(self, server: Server) -> None:
-        prompts = [make_prompt(300, (server.log.stem, "preempted", number)) for number in range(5)]
+        prompts = [make_prompt(300, (server.log.stem, "preempted", number)) for number in range(8)]
         before = server.client.metrics()
         with ThreadPoolExecutor(len(prompts)) as pool:
-            together = list(pool.map(lambda prompt: server.client.complete(prompt, 200), prompts))
+            together = list(pool.map(lambda prompt: server.client.complete(prompt, 250), prompts))
         counted = server.client.metrics().since(before)
         assert counted.value("vllm:num_preemptions_total") > 0
         assert counted.value("vllm:pd_host_tokens_total") > 0, "what was preempted was thrown away"
         with ThreadPoolExecutor(3) as pool:  # for which the device has room
-            alone = list(pool.map(lambda prompt: server.client.compute(prompt, 200), prompts))
+            alone = list(pool.map(lambda prompt: server.client.compute(prompt, 250), prompts))
         for one, other in zip(together, alone, strict=True):
             assert_same_output(one, other)
 
