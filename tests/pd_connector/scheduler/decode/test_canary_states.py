@@ -1,5 +1,7 @@
 """Which states of a canary are compared: those at the last border that it passed on both sides."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 from layout.scratch import STATES
 from pd_connector.orders import CanaryRoom, Report
 from pd_connector.scheduler.decode.canaries import Canaries
+from pd_connector.scheduler.scheduler import ConnectorScheduler
 from tests.support.connector.prompts_with_states import BLOCK, StateEngine
 from tests.support.connector.requests import a_prompt, a_remote
 from tests.support.releases import INSTALLED, module_needs
@@ -56,3 +59,11 @@ def test_without_borders_no_state_is_compared() -> None:
     request.append_output_token_ids(1)
     (reference,) = canaries.step_orders({}).references
     assert reference.block_ids[1:] == ((), ())
+
+
+def test_an_engine_whose_layers_keep_states_only_tries_nobody(side_of: Callable[..., ConnectorScheduler]) -> None:
+    """There are no keys and values to compare."""
+    side = side_of("kv_consumer", canary=None)
+    assert side._make_canaries().tries
+    side._retentions = tuple(replace(kept, states=True) for kept in side._retentions)
+    assert not side._make_canaries().tries
