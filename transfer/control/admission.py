@@ -36,8 +36,8 @@ _MECHANISM_MISMATCH = zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
 _SECRET_MISMATCH = (zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC, zmq.PROTOCOL_ERROR_ZMTP_KEY_EXCHANGE)
 
 
-class AdmissionCounters(msgspec.Struct, frozen=True):
-    """Connections since the start, and now."""
+class AdmissionCounters(msgspec.Struct):
+    """Connections since the start, and now. Changed by the server's thread, read by any."""
 
     connections: int = 0  # open now
     connections_refused: int = 0  # above the limit
@@ -63,11 +63,12 @@ class Admission:
         socket: zmq.Socket[bytes],
         keys: ControlKeys | None,
         limits: ServerLimits,
+        counters: AdmissionCounters,
         warnings: ThrottledWarnings,
     ) -> None:
         """Watch ``socket``, which is not bound yet."""
         self.port = 0  # set it once the socket is bound
-        self.counters = AdmissionCounters()  # replaced, never modified, so any thread may read it
+        self.counters = counters
         self._keys = keys
         self._limits = limits
         self._warnings = warnings
@@ -140,13 +141,13 @@ class Admission:
                 host = connection.host
                 self._refuse_above_limit(connection)
         self._connections[descriptor] = _Connection(host)
-        self._count(connections=len(self._connections))
+        self.counters.connections = len(self._connections)
 
     def _refuse_above_limit(self, connection: Connection) -> None:
         if len(self._connections) < self._limits.max_connections:
             return
         connection.abort()
-        self._count(connections_refused=self.counters.connections_refused + 1)
+        self.counters.connections_refused += 1
         reason = f"there are already {self._limits.max_connections}, the maximum"
         self._warnings.warn("connections", f"refused a control connection from {connection.host}: {reason}")
 
@@ -154,18 +155,18 @@ class Admission:
         host = self._forget(descriptor) or "an unknown address"
         failure, self._failure = self._failure, None
         if failure:
-            self._count(authentication_failures=self.counters.authentication_failures + 1)
+            self.counters.authentication_failures += 1
             text = f"authentication of a control connection from {host} failed: {failure}"
             self._warnings.warn("authentication", text)
         elif failure is not None:
-            self._count(handshake_failures=self.counters.handshake_failures + 1)
+            self.counters.handshake_failures += 1
 
     def _forget(self, descriptor: int) -> str:
         """Remove a connection from the record and return its host."""
         gone = self._connections.pop(descriptor, None)
         if gone is None:
             return ""
-        self._count(connections=len(self._connections))
+        self.counters.connections = len(self._connections)
         return gone.host
 
     def _authentication_failure(self, event: int, value: int) -> str:
@@ -200,7 +201,7 @@ class Admission:
                 connection.abort()
         if not known.is_cut:
             known.is_cut = True
-            self._count(connections_cut=self.counters.connections_cut + 1)
+            self.counters.connections_cut += 1
             self._warnings.warn("cut", f"closed the control connection from {known.host}: {reason}")
 
     def _unread_bytes(self, descriptor: int) -> int:
@@ -208,9 +209,6 @@ class Admission:
         known = self._connections[descriptor]
         with connection_of(descriptor, local_port=self.port) as connection:
             return 0 if connection is None else known.unread.update(connection.bytes_received)
-
-    def _count(self, **changes: int) -> None:
-        self.counters = msgspec.structs.replace(self.counters, **changes)
 
 
 def _descriptor(frame: zmq.Frame) -> int:

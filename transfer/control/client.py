@@ -12,7 +12,7 @@ from functools import partial
 from itertools import count
 from typing import Any, TypeVar
 
-from transfer.control.client_loop import Abandoned, ClientCounters, ClientLoop, Inbox, Pending, Watched
+from transfer.control.client_loop import Abandoned, ClientLoop, Inbox, Pending, Watched
 from transfer.control.failures import BadRequest
 from transfer.control.keys import ControlKeys
 from transfer.control.messages import MAX_REQUEST_BYTES, Reply, RequestFor, encode
@@ -51,6 +51,7 @@ class ControlClient:
         self._ids = count(1)
         self._inbox = Inbox()
         self._loop = ClientLoop(self._inbox, settings, keys, allowed or AllowedPeers())
+        self.counters = self._loop.counters
         self._thread = threading.Thread(target=self._loop.run, name="pd-control-client", daemon=True)
         self._thread.start()
 
@@ -119,11 +120,6 @@ class ControlClient:
     def check_integrity(self) -> None:
         """Raise AssertionError if the thread's state is inconsistent. For a callback, or after ``close``."""
         self._loop.check_integrity()
-
-    @property
-    def counters(self) -> ClientCounters:
-        """What the client's thread has done so far."""
-        return self._loop.counters
 
     def _forget_if_cancelled(self, message_id: int, future: Future[Any]) -> None:
         if future.cancelled():

@@ -32,7 +32,7 @@ from transfer.control.messages import (
     decode_reply,
     message_id_of,
 )
-from transfer.control.peer_sockets import ClientSettings, PeerPool, PeerSocket, Resolved
+from transfer.control.peer_sockets import ClientCounters, ClientSettings, PeerPool, PeerSocket, Resolved
 from transfer.control.polling import Wakeup
 from transfer.errors import PeerNotAllowed, TransferError
 from transfer.peers import Address, AllowedPeers
@@ -46,22 +46,6 @@ _LARGE_BYTES = 4 * 2**20
 _REASON_CHARACTERS = 512
 #: A timer that is later: this process was stopped, or had no processor.
 _STOPPED_S = 1.0
-
-
-class ClientCounters(msgspec.Struct, frozen=True):
-    """What the client's thread has done so far."""
-
-    requests: int = 0  # taken from the inbox
-    sent: int = 0  # frames handed to a connection, including resends
-    answered: int = 0
-    refused: int = 0  # answered with an error that a retry would not fix
-    unreachable: int = 0  # timed out without an answer, or certain to
-    authentication_failures: int = 0  # the secrets differ, or only one side has one
-    not_allowed: int = 0  # the peer may not be contacted
-    malformed_replies: int = 0  # ignored: not a message of this protocol, or of the wrong type for the request
-    late_replies: int = 0  # ignored: the request was already answered, cancelled or timed out
-    peers_opened: int = 0  # sockets made
-    peers_closed: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -151,19 +135,14 @@ class ClientLoop:
     """Owns the pending requests: sends, receives, resends and gives up. Runs on the client's thread."""
 
     def __init__(self, inbox: Inbox, settings: ClientSettings, keys: ControlKeys | None, allowed: AllowedPeers) -> None:
-        self._counters = ClientCounters()  # replaced by this thread only
+        self.counters = ClientCounters()
         self._settings = settings
         self._inbox = inbox
         self._warnings = ThrottledWarnings(logger, settings.log_interval_s)
-        self._peers = PeerPool(settings, keys, allowed, inbox.wakeup.fileno(), inbox.put)
+        self._peers = PeerPool(settings, self.counters, keys, allowed, inbox.wakeup.fileno(), inbox.put)
         self._pending: dict[int, Pending] = {}
         self._timers: list[tuple[float, int]] = []  # heap of (when, message id); stale entries are skipped
         self._random = random.Random()  # noqa: S311  only spreads the load; the process's own may have been seeded
-
-    @property
-    def counters(self) -> ClientCounters:
-        """What was done so far. May be read from any thread."""
-        return msgspec.structs.replace(self._counters, peers_opened=self._peers.opened, peers_closed=self._peers.closed)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the state is inconsistent. For the loop's thread, or after it has ended."""
@@ -214,12 +193,12 @@ class ClientLoop:
                         self._send_waiting(peer)
 
     def _begin(self, pending: Pending) -> None:
-        self._count(requests=self._counters.requests + 1)
+        self.counters.requests += 1
         self._pending[pending.message_id] = pending
         try:
             peer = self._peers.get(pending.address)
         except PeerNotAllowed as error:
-            self._count(not_allowed=self._counters.not_allowed + 1)
+            self.counters.not_allowed += 1
             self._settle(pending, error)
         except TooManyPeers as error:
             self._settle(pending, error)
@@ -280,7 +259,6 @@ class ClientLoop:
                 f"it ended the connection {peer.ended_handshakes} times before it was established: it is not an "
                 "engine, has a different secret or none, or refuses connections because it has too many"
             )
-        self._count(unreachable=self._counters.unreachable + 1)
         self._settle(pending, pending.unreachable(reason))
         if peer is not None and not peer.unanswered:
             self._peers.drop(peer)  # so that the next request makes a new connection, with a new look-up
@@ -289,18 +267,15 @@ class ClientLoop:
         for message_id in list(peer.unanswered):
             pending = self._pending[message_id]
             if isinstance(failure, AuthenticationFailed):
-                self._count(authentication_failures=self._counters.authentication_failures + 1)
+                self.counters.authentication_failures += 1
             elif isinstance(failure, PeerNotAllowed):
-                self._count(not_allowed=self._counters.not_allowed + 1)
-            else:
-                self._count(unreachable=self._counters.unreachable + 1)
+                self.counters.not_allowed += 1
             # Each future gets its own exception, because exceptions keep tracebacks.
             own = type(failure)(str(failure)) if isinstance(failure, TransferError) else pending.unreachable(failure)
             self._settle(pending, own)
         self._peers.drop(peer)
 
     def _refuse(self, pending: Pending, code: str, reason: str) -> None:
-        self._count(refused=self._counters.refused + 1)
         host, port, said = pending.address.host, pending.address.port, reason[:_REASON_CHARACTERS]
         self._settle(pending, PeerRefused(host=host, port=port, request_type=pending.kind, code=code, reason=said))
 
@@ -320,7 +295,7 @@ class ClientLoop:
         self._peers.watch(peer, writable=bool(peer.unsent))
 
     def _sent(self, pending: Pending) -> None:
-        self._count(sent=self._counters.sent + 1)
+        self.counters.sent += 1
         wait_s = min(self._settings.retry_cap_s, self._settings.retry_s * 2 ** min(pending.attempts, 30))
         pending.attempts += 1
         pending.resend_at = time.monotonic() + wait_s * self._random.uniform(0.9, 1.1)
@@ -352,13 +327,13 @@ class ClientLoop:
             return
         pending = self._pending.get(message_id)
         if pending is None or pending.address != peer.address:
-            self._count(late_replies=self._counters.late_replies + 1)
+            self.counters.late_replies += 1
         elif isinstance(reply, Error):
             self._take_error(pending, reply)
         elif type(reply).__name__ != REPLY_NAMES[type(pending.request)]:
             self._ignore_malformed(peer, f"a {reply.__struct_config__.tag!r} does not answer a {pending.kind!r}")
         else:
-            self._count(answered=self._counters.answered + 1)
+            self.counters.answered += 1
             self._settle(pending, reply)
 
     def _is_welcome(self, peer: PeerSocket, frame: bytes) -> bool:
@@ -373,7 +348,7 @@ class ClientLoop:
             self._refuse(pending, error.code, error.message)
 
     def _ignore_malformed(self, peer: PeerSocket, reason: str) -> None:
-        self._count(malformed_replies=self._counters.malformed_replies + 1)
+        self.counters.malformed_replies += 1
         self._warnings.warn("malformed_reply", f"ignored a control reply from {peer.address}: {reason!r}")
 
     def _end(self) -> None:
@@ -386,6 +361,3 @@ class ClientLoop:
         for pending in list(self._pending.values()):
             self._settle(pending, pending.closed())
         self._peers.close()
-
-    def _count(self, **changes: int) -> None:
-        self._counters = msgspec.structs.replace(self._counters, **changes)

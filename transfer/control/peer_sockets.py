@@ -100,6 +100,20 @@ class PeerSocket:
                 watcher.set_result(None)
 
 
+class ClientCounters(msgspec.Struct):
+    """What the client's thread has done so far. Changed by that thread, read by any."""
+
+    requests: int = 0  # taken from the inbox
+    sent: int = 0  # frames handed to a connection, including resends
+    answered: int = 0
+    authentication_failures: int = 0  # the secrets differ, or only one side has one
+    not_allowed: int = 0  # the peer may not be contacted
+    malformed_replies: int = 0  # ignored: not a message of this protocol, or of the wrong type for the request
+    late_replies: int = 0  # ignored: the request was already answered, cancelled or timed out
+    peers_opened: int = 0  # sockets made
+    peers_closed: int = 0
+
+
 class Resolved(msgspec.Struct, frozen=True):
     """The result of looking up a host name: an IP address, or why there is none."""
 
@@ -117,16 +131,16 @@ class PeerPool:
     def __init__(
         self,
         settings: ClientSettings,
+        counters: ClientCounters,
         keys: ControlKeys | None,
         allowed: AllowedPeers,
         wakeup_fileno: int,
         report: Callable[[Resolved], object],
     ) -> None:
-        self.opened = 0  # sockets made
-        self.closed = 0
         self.sweep_at = math.inf  # monotonic seconds: when to call close_idle next
         self.check_at = math.inf  # monotonic seconds: when to call lost next
         self._settings = settings
+        self._counters = counters
         self._keys = keys
         self._allowed = allowed
         self._report = report
@@ -230,7 +244,7 @@ class PeerPool:
             self._poller.unregister(peer.socket)
             del self._by_socket[peer.socket]
             peer.socket.close(linger=int(linger_s * 1000))
-            self.closed += 1
+            self._counters.peers_closed += 1
 
     def receive(self, peer: PeerSocket) -> bytes | None:
         """Return the next message of a peer, None if there is none or the message is endless: then sets ``failure``.
@@ -293,7 +307,8 @@ class PeerPool:
         """Raise AssertionError unless every polled socket belongs to one peer that is held."""
         sockets = {each for peer in self._peers.values() if peer.monitor for each in (peer.socket, peer.monitor.socket)}
         assert sockets == self._by_socket.keys(), "a socket is polled for no peer, or a peer's is not polled"
-        assert self.opened - self.closed == len(sockets) // 2, "the socket counters are wrong"
+        is_open = self._counters.peers_opened - self._counters.peers_closed
+        assert is_open == len(sockets) // 2, "the socket counters are wrong"
 
     def close(self) -> None:
         """Drop every peer, terminate the ZeroMQ context, and wait for running look-ups."""
@@ -332,7 +347,7 @@ class PeerPool:
         try:
             self._set_options(socket)
             socket.setsockopt(zmq.IPV6, ":" in ip)
-            monitor = SocketMonitor(self._context, socket, str(self.opened), _EVENTS)
+            monitor = SocketMonitor(self._context, socket, str(self._counters.peers_opened), _EVENTS)
             socket.connect(Address(ip, peer.address.port).endpoint)
         except zmq.ZMQError:
             socket.close()
@@ -341,7 +356,7 @@ class PeerPool:
         for each in (socket, monitor.socket):
             self._by_socket[each] = peer
             self._poller.register(each, zmq.POLLIN)
-        self.opened += 1
+        self._counters.peers_opened += 1
 
     def _take_events(self, peer: PeerSocket) -> None:
         """Process the monitor's events. Sets the peer's ``failure`` if its handshakes cannot succeed."""

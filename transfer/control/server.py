@@ -68,8 +68,11 @@ class ControlHandler(Protocol):
         ...
 
 
-class ServerCounters(msgspec.Struct, frozen=True):
-    """Messages since the start, by outcome. Every message counts in exactly one of the first five fields."""
+class ServerCounters(msgspec.Struct):
+    """Messages since the start, by outcome. Changed by the server's thread, read by any.
+
+    Every message counts in exactly one of the first five fields.
+    """
 
     requests: int = 0  # well-formed and passed to the handler, including repetitions
     malformed: int = 0  # not a request of this protocol, or above one of the maximums in ``limits``
@@ -78,7 +81,7 @@ class ServerCounters(msgspec.Struct, frozen=True):
     wrong_frames: int = 0  # not exactly one frame
     handler_failures: int = 0  # requests whose handler raised, or whose reply could not be encoded
     replies_dropped: int = 0  # the peer has left, or does not read its replies
-    admission: AdmissionCounters = AdmissionCounters()
+    admission: AdmissionCounters = msgspec.field(default_factory=AdmissionCounters)
 
     @property
     def refusals(self) -> dict[str, int]:
@@ -138,7 +141,7 @@ class ControlServer:
         self._warnings = ThrottledWarnings(logger, log_interval_s)
         self._waiting = WaitingRequests()
         self._welcome: tuple[Welcome, msgspec.Raw] | None = None  # the last one, encoded
-        self._counters = ServerCounters()  # replaced by the server's thread only
+        self.counters = ServerCounters()
         self._address: Address | None = None
         self._stopping = threading.Event()
         self._wakeup: Wakeup | None = None
@@ -199,13 +202,6 @@ class ControlServer:
         """The bound address as a ZeroMQ endpoint, e.g. ``tcp://[::1]:5555``."""
         return self._bound.endpoint
 
-    @property
-    def counters(self) -> ServerCounters:
-        """What was received so far. May be read from any thread."""
-        if self._admission is None:
-            return self._counters
-        return msgspec.structs.replace(self._counters, admission=self._admission.counters)
-
     def check_integrity(self) -> None:
         """Raise AssertionError if the thread's state is inconsistent. Call before ``start`` or after ``close``."""
         self._waiting.check_integrity()
@@ -231,7 +227,7 @@ class ControlServer:
         socket.setsockopt(zmq.HANDSHAKE_IVL, int(_HANDSHAKE_S * 1000))
         socket.setsockopt(zmq.TCP_MAXRT, int(_UNREAD_REPLIES_S * 1000))
         socket.setsockopt(zmq.IPV6, ":" in address.host)
-        admission = Admission(context, socket, self._keys, self._limits, self._warnings)
+        admission = Admission(context, socket, self._keys, self._limits, self.counters.admission, self._warnings)
         try:
             socket.bind(address.endpoint)
         except zmq.ZMQError as error:
@@ -293,7 +289,7 @@ class ControlServer:
 
     def _drop_endless(self, socket: zmq.Socket[bytes], admission: Admission, frame: zmq.Frame) -> None:
         """Cut the connection that sent an endless message, and read the remaining frames, which block all others."""
-        self._count(wrong_frames=self._counters.wrong_frames + 1)
+        self.counters.wrong_frames += 1
         admission.cut_sender(frame, f"it sent a message of {FRAMES_READ} or more frames; a message is one frame")
         while frame.more:
             frame = socket.recv(zmq.NOBLOCK, copy=False)
@@ -302,7 +298,7 @@ class ControlServer:
         try:
             socket.send_multipart([peer, answer], zmq.NOBLOCK)
         except zmq.ZMQError:  # it has left (EHOSTUNREACH) or its queue is full (EAGAIN); it will ask again
-            self._count(replies_dropped=self._counters.replies_dropped + 1)
+            self.counters.replies_dropped += 1
 
     def _answer(self, peer: bytes, frames: list[zmq.Frame], sender: str) -> bytes | None:
         """Return the frame to send back; None if there is none yet, or the message id of the request is unknown."""
@@ -317,12 +313,12 @@ class ControlServer:
             if len(frame) > MAX_REQUEST_BYTES:
                 cause = "oversized"
             return self._refuse(cause, sender, error.message_id, error.code, str(error))
-        self._count(requests=self._counters.requests + 1)
+        self.counters.requests += 1
         return self._ask_handler(peer, message_id, request)
 
     def _refuse(self, cause: str, sender: str, message_id: int, code: ErrorCode, reason: str) -> bytes | None:
         """Count the refusal in the counter named ``cause``, and return the error to send if there is a message id."""
-        self._count(**{cause: getattr(self._counters, cause) + 1})
+        setattr(self.counters, cause, getattr(self.counters, cause) + 1)
         self._warnings.warn(cause, f"refused a control message from {sender}: {reason!r}")
         return encode(message_id, Error(code, reason)) if message_id else None
 
@@ -351,14 +347,11 @@ class ControlServer:
             if len(answer) > MAX_FRAME_BYTES:
                 raise ValueError(f"the reply has {len(answer)} bytes; a frame holds at most {MAX_FRAME_BYTES}")
         except Exception as error:  # whatever it is, the other peers must still be served
-            self._count(handler_failures=self._counters.handler_failures + 1)
+            self.counters.handler_failures += 1
             self._warnings.warn(f"handler:{kind}", f"handling a control request {kind!r} failed", error=error)
             reason = f"the engine failed to handle {kind!r} ({type(error).__name__}); its log says why"
             return encode(message_id, Error(ErrorCode.INTERNAL, reason))
         return answer
-
-    def _count(self, **changes: int) -> None:
-        self._counters = msgspec.structs.replace(self._counters, **changes)
 
 
 def _resolved_address(host: str, port: int) -> Address:
