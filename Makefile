@@ -62,28 +62,48 @@ setup: $(STAMPS)/installed  ## install everything into .venv
 demo: $(STAMPS)/demo  ## prefill on one vLLM server, decode on another, compare the answers
 	@$(BIN)/python -m examples.quickstart $(ARGS)
 
-check: lint types  ## lint, types and the fast tests of the packages: 3 to 5 minutes
-	@$(BIN)/python -m pytest $(BY_FOUR) -m 'not e2e and not slow and not thorough' tests/test_*.py tests/benchmarks tests/layout tests/transfer tests/pd_connector $(ARGS)
+check: lint  ## lint, types and the fast tests of the packages: 3 to 5 minutes
+	@$(call types_and_tests,not e2e and not slow and not thorough,deploy examples pd_proxy versions)
 
 # Four processes, as many tests wait; each with whole files. Not for real servers, which have the machine to themselves.
 BY_FOUR := -n 4 --dist loadfile
-# Where tests with real servers are: without ARGS, nothing else is collected for them.
+# Where tests with real servers are: without ARGS, nothing else is collected for them. FAST: those that are not slow.
 SERVERS = $(if $(ARGS),,tests/e2e $(shell grep -rl --include='test_*.py' '^@pytest.mark.e2e' tests))
+FAST_SERVERS = $(if $(ARGS),,tests/e2e --ignore=tests/e2e/test_releases.py \
+	$(shell grep -rlPz --include='test_*.py' '\n@pytest\.mark\.e2e\n(?!@pytest\.mark\.slow)' tests))
 # ARGS may choose tests of one kind only; pytest then ends with 5 for the other.
 OTHERS_CHOSEN := [ $$? = $(if $(ARGS),5,none) ]
+
+# Each process of a run collects all tests of the run, and where one imports vLLM, all do: the tests of these directories
+# have a run of their own, beside that of the others. A directory that is named on the command line is imported by the
+# process that starts the others, too; so those that are not wanted are ignored.
+WITH_VLLM := benchmarks examples pd_connector
+WITHOUT_VLLM := deploy layout pd_proxy transfer versions test_*.py
+SERVERS_ONLY := ascend_sim cuda e2e npu_sim
+# mypy, which has one thread, and the tests with the marks $(1), but not those of the directories $(2).
+define types_and_tests
+logs=$$(mktemp -d); trap 'kill $$(jobs -p) 2>/dev/null || :; rm -r $$logs' EXIT; trap 'exit 130' INT; failed=; \
+$(BIN)/mypy >$$logs/types 2>&1 & types=$$!; \
+run() { $(BIN)/python -m pytest -n 2 --dist loadfile -m '$(1)' -o cache_dir=.pytest_cache/$$1 tests "$${@:2}" $(ARGS) || $(OTHERS_CHOSEN); }; \
+run vllm $(patsubst %,--ignore-glob='tests/%',$(WITHOUT_VLLM) $(SERVERS_ONLY) $(2)) >$$logs/vllm 2>&1 & vllm=$$!; \
+run others $(patsubst %,--ignore-glob='tests/%',$(WITH_VLLM) $(SERVERS_ONLY) $(2)) || failed=others; \
+wait $$vllm || failed=vllm; cat $$logs/vllm; wait $$types || failed=types; cat $$logs/types; [ -z "$$failed" ]
+endef
 
 lint: $(STAMPS)/installed
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 
-# The first time, beside mypy, which has one thread: what pytest makes of the test modules, for its processes to read.
 types: $(STAMPS)/installed
-	@[ -e $(STAMPS)/collected ] || { $(BIN)/python -m pytest --collect-only -qq >/dev/null 2>&1 || :; touch $(STAMPS)/collected; } & \
-		$(BIN)/mypy && wait
+	@$(BIN)/mypy
 
-test: lint types  ## lint, types and all tests but those marked slow (test-all runs these): about 18 minutes
+test: lint $(if $(ARGS),types)  ## lint, types and all tests but those marked slow (test-all runs these): about 15 minutes
+ifdef ARGS
 	@$(BIN)/python -m pytest $(BY_FOUR) -m 'not e2e and not slow' $(ARGS) || $(OTHERS_CHOSEN)
-	@$(BIN)/python -m pytest -m 'e2e and not slow' $(SERVERS) $(ARGS) || $(OTHERS_CHOSEN)
+else
+	@$(call types_and_tests,not e2e and not slow,)
+endif
+	@$(BIN)/python -m pytest -m 'e2e and not slow' $(FAST_SERVERS) $(ARGS) || $(OTHERS_CHOSEN)
 
 test-all: lint types  ## lint, types and all tests, also those marked slow: hours
 	@$(BIN)/python -m pytest $(BY_FOUR) -m 'not e2e' $(ARGS) || $(OTHERS_CHOSEN)

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.e2e.fork_server import ForkedProcess, ForkServer
+from tests.support.e2e.hosts import Hosts, why_not
+from tests.support.waiting import until
 
 WITHIN_S = 60.0
 SERVER = """
@@ -28,9 +30,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', os.getcwd())}"}
     with closing(ForkServer(environment, knows_vllm=False)) as fork_server, (tmp_path / "log").open("wb") as log:
 
-        def start(status: int, seconds: float, whose: str = "") -> ForkedProcess:
+        def start(status: int, seconds: float, whose: str = "", namespace: str = "") -> ForkedProcess:
             command = ["server_of_a_test", str(status), str(seconds)]
-            return fork_server.spawn(command, {**environment, "WHOSE": whose}, log)
+            return fork_server.spawn(command, {**environment, "WHOSE": whose}, log, namespace)
 
         yield start
 
@@ -44,6 +46,16 @@ def test_each_has_its_arguments_environment_group_and_status(start: Start, tmp_p
         "['0', '0.2'] longer True 4",
         "['7', '0'] shorter True 4",
     ]
+
+
+@pytest.mark.skipif(why_not() != "", reason=why_not())
+def test_one_may_have_the_network_of_a_host(start: Start) -> None:
+    with closing(Hosts()) as hosts:
+        namespace = hosts.namespace(1)
+        process = start(0, WITHIN_S, namespace=namespace)
+        until(lambda: os.stat(f"/proc/{process.pid}/ns/net").st_ino == os.stat(f"/var/run/netns/{namespace}").st_ino)
+        process.terminate()
+        process.wait(WITHIN_S)
 
 
 def test_one_that_is_told_to_end_or_killed_says_by_what(start: Start) -> None:

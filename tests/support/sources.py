@@ -1,6 +1,7 @@
 """The source files of this project: its modules, and what each of them imports. Nothing is imported to find out."""
 
 import ast
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def is_module(name: str) -> bool:
 def imports(module: str) -> tuple[str, ...]:
     """What a module imports, in functions and under TYPE_CHECKING too; of ``from a import b`` ``a`` and ``a.b``."""
     found: list[str] = []
-    for node in ast.walk(source_tree(module)):
+    for node in _statements(source_tree(module)):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -44,6 +45,16 @@ def imports(module: str) -> tuple[str, ...]:
             assert node.module is not None
             found += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
     return tuple(found)
+
+
+def _statements(tree: ast.Module) -> Iterator[ast.AST]:
+    """All statements, also those that others consist of."""
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for part in ("body", "orelse", "finalbody", "handlers", "cases"):
+            waiting += getattr(node, part, ())
 
 
 def is_within(name: str, packages: tuple[str, ...]) -> bool:

@@ -40,6 +40,7 @@ START_TIMEOUT_S = float(os.environ.get("PD_CONNECTOR_START_TIMEOUT_S", "240"))
 STOP_TIMEOUT_S = 10.0
 _VARIABLES = {
     "HF_HUB_OFFLINE": "1",
+    "NUMBA_NUM_THREADS": "1",  # vLLM's look for n-grams gives PyTorch as many threads as numba has
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
@@ -363,8 +364,10 @@ class Cluster:
         environment = spec.environment() | {DIRECTORY_VARIABLE: str(_gates_directory(log))}
         with log.open("ab") as file:
             # Other libraries than vLLM read their variables when they are imported.
-            if _FORKED in command and not host and all(name.startswith("VLLM_") for name, _ in spec.variables):
-                return self._fork_server.spawn(command[command.index(_FORKED) :], environment, file)
+            is_usual = not spec.more_hosts and all(name.startswith("VLLM_") for name, _ in spec.variables)
+            if _FORKED in command and is_usual:
+                namespace = self.hosts.namespace(host) if host else ""
+                return self._fork_server.spawn(command[command.index(_FORKED) :], environment, file, namespace)
             return subprocess.Popen(
                 (self.hosts.prefix(host) if host else []) + command,
                 env=environment,

@@ -18,6 +18,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import BinaryIO
 
+from tests.support.e2e.hosts import enter
+
 _MESSAGE_BYTES = 1 << 20
 #: What a server imports, as far as the release has it.
 _IMPORTS = (
@@ -84,12 +86,21 @@ class ForkServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._requests: socket.socket | None = None
 
-    def spawn(self, command: Sequence[str], env: Mapping[str, str], output: BinaryIO) -> ForkedProcess:
-        """Run a module in a new process, the first of its process group. ``command``: its name and its arguments."""
+    def spawn(
+        self, command: Sequence[str], env: Mapping[str, str], output: BinaryIO, namespace: str = ""
+    ) -> ForkedProcess:
+        """Run a module in a new process, the first of its process group.
+
+        Args:
+            command: its name and its arguments.
+            env: its variables.
+            output: what it writes to.
+            namespace: of a host, whose network it has; empty for that of this process.
+        """
         requests = self._requests or self._start()
         status, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            request = json.dumps([*command, dict(env)]).encode()
+            request = json.dumps([*command, dict(env), namespace]).encode()
             socket.send_fds(requests, [request], [output.fileno(), theirs.fileno()])
         return ForkedProcess(_receive(status), status)
 
@@ -153,7 +164,7 @@ def _fork(requests: socket.socket, alive: dict[int, tuple[int, socket.socket]]) 
         os._exit(0)  # at a usual exit, libraries complain of what they leak
     output, status = descriptors[0], socket.socket(fileno=descriptors[1])
     command: list[str]
-    *command, environment = json.loads(message)
+    *command, environment, namespace = json.loads(message)
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"a fork loses {len(threads) - 1} threads"
     pid = os.fork()
@@ -170,6 +181,8 @@ def _fork(requests: socket.socket, alive: dict[int, tuple[int, socket.socket]]) 
         os.close(descriptor)
     os.environ.clear()
     os.environ.update(environment)
+    if namespace:
+        enter(namespace)
     return command
 
 

@@ -20,16 +20,13 @@ def _reads_images(spec: ServerSpec, adapters: tuple[str, ...], *arguments: str) 
     return replace(spec, model=model, layout=None, arguments=(*spec.arguments, *more))
 
 
-_DRAFTING = _reads_images(decode(patient=True), ADAPTERS[::-1], "--speculative-config", json.dumps(_NGRAM_DRAFTS))
-
 #: The servers number the adapters differently. P computes prompts in chunks that may end within an image; D drafts
 #: tokens, and P does not.
 IMAGES_AND_ADAPTERS = Deployment(
     "images and adapters",
     (
         ("P", _reads_images(prefill(), ADAPTERS, "--max-num-batched-tokens", "256")),
-        # numba, with which vLLM looks for n-grams, sets the number of PyTorch's threads to its own.
-        ("D", replace(_DRAFTING, variables=(("NUMBA_NUM_THREADS", "1"),))),
+        ("D", _reads_images(decode(patient=True), ADAPTERS[::-1], "--speculative-config", json.dumps(_NGRAM_DRAFTS))),
     ),
 )
 
