@@ -24,3 +24,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     """The process that starts the others collects nothing."""
     if session.config.pluginmanager.hasplugin("dsession"):
         gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """Compiled libraries complain at the exit about what is left of them."""
+    gc.unfreeze()
