@@ -7,7 +7,6 @@ from contextlib import suppress
 from dataclasses import replace
 from http import HTTPStatus
 
-import anyio
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
@@ -57,9 +56,10 @@ class Exchange(ABC):
         except asyncio.CancelledError:
             # Not raised again: nothing is above but the ASGI server, which closes the connection.
             record.problem = "the proxy is shutting down"
-            with anyio.move_on_after(_LAST_WORD_S, shield=True), suppress(ClientDisconnect):
-                if not client.complete:
-                    await client.fail(HTTPStatus.SERVICE_UNAVAILABLE, record.problem)
+            if not client.complete:
+                with suppress(ClientDisconnect, TimeoutError):
+                    async with asyncio.timeout(_LAST_WORD_S):
+                        await client.fail(HTTPStatus.SERVICE_UNAVAILABLE, record.problem)
         except Exception as error:
             record.status = HTTPStatus.INTERNAL_SERVER_ERROR
             record.problem = repr(error)

@@ -11,7 +11,6 @@ from contextlib import suppress
 from http import HTTPStatus
 from typing import Any, NoReturn
 
-import anyio
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
@@ -132,7 +131,8 @@ async def while_connected(receive: Receive, client: Client, work: Coroutine[Any,
     Raises:
         ClientDisconnect: the client left before it had its whole answer; ``work`` has ended.
     """
-    failure: Exception | None = None
+    working = asyncio.current_task()
+    assert working is not None
 
     async def watch() -> None:
         gone = False
@@ -143,19 +143,18 @@ async def while_connected(receive: Receive, client: Client, work: Coroutine[Any,
         # A client that knows the length may leave with its last byte, before the work has ended.
         if not client.complete:
             client.has_left = True
-            group.cancel_scope.cancel()
+            working.cancel()
 
-    async with anyio.create_task_group() as group:
-        group.start_soon(watch)
-        try:
-            await work
-        except Exception as error:  # raised below: the group would wrap it
-            failure = error
-        group.cancel_scope.cancel()
+    watching = asyncio.create_task(watch())
+    try:
+        await work
+    except asyncio.CancelledError:
+        if not client.has_left or working.uncancel():
+            raise
+    finally:
+        watching.cancel()
     if client.has_left:
         raise ClientDisconnect
-    if failure is not None:
-        raise failure
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -18,10 +18,9 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from functools import partial
 from http import HTTPStatus
-
-import anyio
-from starlette.requests import ClientDisconnect
 
 from pd_proxy.apis import Body
 from pd_proxy.control import Address
@@ -49,21 +48,29 @@ _ENDS_AT_ONCE = "the text ends with its first token"
 Failure = LegFailed | LegRefused
 
 
+@dataclass(slots=True, eq=False)
 class _Prefill:
-    """What is known of a prefill leg that runs beside a decode leg."""
+    """A prefill leg that runs beside a decode leg, and what is known of it."""
 
-    def __init__(self) -> None:
-        self.done = asyncio.Event()
-        self.failure: Failure | None = None
-        self.moved: Body | None = None  # an answer from another control address than D was told
-        self.text_ended = False  # with its token, which was to be the client's first
-        self.details = PromptDetails()
-        self.problem: ClientDisconnect | None = None
+    server: Server
+    address: Address  # of its control channel, as D is told
+    transfer_id: str
+    running: asyncio.Task[None] = field(init=False)
+    failure: Exception | None = None
+    moved: Body | None = None  # an answer from another control address than D was told
+    text_ended: bool = False  # with its token, which was to be the client's first
+    details: PromptDetails = field(default_factory=PromptDetails)
+    has_cancelled: bool = False  # the decode leg
 
     @property
     def ends_decoding(self) -> bool:
         """Whether the decode leg that runs beside it is no use, if the client has got nothing of it."""
         return self.failure is not None or self.moved is not None or self.text_ended
+
+    async def last_news(self) -> PromptDetails:
+        """Wait a moment for the leg's end, which may come after D's; return the figures of its prompt."""
+        await asyncio.wait([self.running], timeout=_LAST_NEWS_S)
+        return self.details
 
 
 class TwoLegs:
@@ -158,7 +165,7 @@ class TwoLegs:
             return told
 
         body = decode_body(self._upstream.api, self._body, answer["kv_transfer_params"])
-        await self._run_decode(body, details, self._noting_in_turn(server))
+        await self._run_decode(body, details, partial(self._judge, server, None))
 
     async def _alone(self, reason: str) -> None:
         """Have a decode server compute the prompt, because no prefill server has handed it over."""
@@ -167,42 +174,42 @@ class TwoLegs:
 
     async def _together(self, server: Server, address: Address) -> Failure | None:
         self._record.legs = Legs.TOGETHER
-        transfer_id = uuid.uuid4().hex
-        prefill, decoding = _Prefill(), anyio.CancelScope()
-        problem: Exception | None = None
-        async with anyio.create_task_group() as group:
-            group.start_soon(self._prefill_beside, server, address, transfer_id, prefill, decoding)
-            try:
-                with decoding:
-                    named = following(transfer_id, address.host, address.port)
-                    body = decode_body(self._upstream.api, self._body, named)
-                    await self._run_decode(body, _details_of(prefill), self._after_news_of(prefill, server, address))
-                    if self._record.status == HTTPStatus.OK:
-                        await _last_news(prefill)
-            except Exception as error:  # raised below: the group would wrap it
-                problem = error
-            group.cancel_scope.cancel()
-        if prefill.problem is not None:
-            raise prefill.problem
-        if problem is not None and (self._client.started or not prefill.ends_decoding):
-            raise problem
-        if not self._client.started:
-            if prefill.text_ended:
-                await self._alone(_ENDS_AT_ONCE)
-            elif prefill.moved is not None:
-                await self._in_turn(prefill.moved, server)
-            else:
-                return prefill.failure
+        decoding, prefill = asyncio.current_task(), _Prefill(server, address, uuid.uuid4().hex)
+        assert decoding is not None
+        prefill.running = asyncio.create_task(self._prefill_beside(prefill, decoding))
+        try:
+            named = following(prefill.transfer_id, address.host, address.port)
+            body = decode_body(self._upstream.api, self._body, named)
+            await self._run_decode(body, prefill.last_news, partial(self._judge, server, prefill))
+            if self._record.status == HTTPStatus.OK:
+                await prefill.last_news()
+        except asyncio.CancelledError:
+            if not prefill.has_cancelled or decoding.uncancel():
+                raise
+        except LegFailed:
+            if self._client.started or not prefill.ends_decoding:
+                raise
+        finally:
+            prefill.running.cancel()
+            await asyncio.wait([prefill.running])
+        if self._client.started:
+            return None
+        if prefill.text_ended:
+            await self._alone(_ENDS_AT_ONCE)
+        elif prefill.moved is not None:
+            await self._in_turn(prefill.moved, server)
+        elif not isinstance(prefill.failure, LegFailed | LegRefused | None):
+            raise prefill.failure
+        else:
+            return prefill.failure
         return None
 
-    async def _prefill_beside(
-        self, server: Server, address: Address, transfer_id: str, prefill: _Prefill, decoding: anyio.CancelScope
-    ) -> None:
-        """Run the prefill leg, and end the decode leg where that is no use any more. Only its group cancels it."""
+    async def _prefill_beside(self, prefill: _Prefill, decoding: asyncio.Task[None]) -> None:
+        """Run the prefill leg, and end the decode leg where that is no use any more."""
         try:
-            answer = await self._run_prefill(server, transfer_id)
+            answer = await self._run_prefill(prefill.server, prefill.transfer_id)
             prefill.details = self._upstream.api.figures.of(answer)
-            if self._upstream.control.of(server.url) != address:
+            if self._upstream.control.of(prefill.server.url) != prefill.address:
                 prefill.moved = answer
             elif self._first_token is not None:
                 await self._first_token.send(answer)
@@ -210,17 +217,14 @@ class TwoLegs:
             # D has given the transfer up, or is told of its end now: what becomes of the request is for D to say.
             prefill.text_ended, prefill.details = self._text_ended(failure), failure.details
             logger.info("%s, for a request that D asks for by name", failure)
-        except (LegFailed, LegRefused) as failure:
-            prefill.failure = failure
-        except ClientDisconnect as problem:
-            prefill.problem = problem
         except asyncio.CancelledError:
             return  # raised, it would be part of a circle with the request's bodies: see ``let_go_of_bodies``
-        prefill.done.set()
-        if prefill.problem is not None or (prefill.ends_decoding and not self._client.started):
-            decoding.cancel()
+        except Exception as failure:  # raised where the decode leg runs, if it is none of a server's
+            prefill.failure = failure
+        if prefill.ends_decoding and not self._client.started:
+            prefill.has_cancelled = decoding.cancel()
         elif prefill.failure is not None:
-            logger.warning("prefill server %s failed (%s) after D had answered", server.url, prefill.failure)
+            logger.warning("prefill server %s failed (%s) after D had answered", prefill.server.url, prefill.failure)
             let_go_of_bodies(prefill.failure)
 
     def _text_ended(self, failure: Failure) -> bool:
@@ -252,38 +256,19 @@ class TwoLegs:
             first.begun.details(details)
             first.begun.is_due = True
 
-    def _after_news_of(self, prefill: _Prefill, server: Server, address: Address) -> Callable[[int], Awaitable[None]]:
-        breaker = self._upstream.breaker
+    async def _judge(self, server: Server, beside: _Prefill | None, status: int) -> None:
+        """Note what the status of D's answer tells of D, and of the address of P, if that runs ``beside`` D.
 
-        async def wait(status: int) -> None:
-            if status == HTTPStatus.OK:
-                breaker.served_at_once(self._record.decode_url, server.url)
-            if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-                await _last_news(prefill)
-                if prefill.moved is None:  # after P's answer, which tells the address anew
-                    self._upstream.control.forget(server.url)  # it may be what D could not use
-                if not prefill.ends_decoding:  # P is not the reason
-                    breaker.failed_at_once(self._record.decode_url, server.url, address, self._record.identity)
-
-        return wait
-
-    def _noting_in_turn(self, server: Server) -> Callable[[int], Awaitable[None]]:
-        async def note(status: int) -> None:
-            if status == HTTPStatus.OK:
-                address = self._upstream.control.of(server.url)
-                self._upstream.breaker.served_in_turn(self._record.decode_url, server.url, address)
-
-        return note
-
-
-def _details_of(prefill: _Prefill) -> Details:
-    async def details() -> PromptDetails:
-        await _last_news(prefill)  # D may end before P's answer is here
-        return prefill.details
-
-    return details
-
-
-async def _last_news(prefill: _Prefill) -> None:
-    with anyio.move_on_after(_LAST_NEWS_S):
-        await prefill.done.wait()
+        An error waits for news of P, which may be its cause.
+        """
+        decode, breaker, control = self._record.decode_url, self._upstream.breaker, self._upstream.control
+        if status == HTTPStatus.OK and beside is None:
+            breaker.served_in_turn(decode, server.url, control.of(server.url))
+        elif status == HTTPStatus.OK:
+            breaker.served_at_once(decode, server.url)
+        elif status >= HTTPStatus.INTERNAL_SERVER_ERROR and beside is not None:
+            await beside.last_news()
+            if beside.moved is None:  # after P's answer, which tells the address anew
+                control.forget(server.url)  # it may be what D could not use
+            if not beside.ends_decoding:  # P is not the reason
+                breaker.failed_at_once(decode, server.url, beside.address, self._record.identity)
