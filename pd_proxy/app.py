@@ -6,6 +6,7 @@ The application owns the connections to the servers (and with them every request
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext, suppress
+from dataclasses import replace
 from http import HTTPStatus
 
 from starlette.applications import Starlette
@@ -24,9 +25,9 @@ from pd_proxy.error_answers import error_response
 from pd_proxy.exchange import Generation
 from pd_proxy.journal import Journal
 from pd_proxy.recent import Recent
-from pd_proxy.relay import RELAYED, STORED, Relay
+from pd_proxy.relay import RELAYED, STORED, Relay, relayed_api
 from pd_proxy.servers import Leg, Servers
-from pd_proxy.settings import FirstTokenFrom, Settings, WithoutPrefill
+from pd_proxy.settings import Settings, WithoutPrefill
 from pd_proxy.spans import Tracing
 from pd_proxy.status import StatusPage
 from pd_proxy.upstream import Upstream
@@ -45,31 +46,17 @@ def create_app(settings: Settings) -> Starlette:
     recent = Recent() if settings.status_page else None
     journal = Journal(recent)
     pages = _Pages(prefill, decode, journal, settings)
-    control, breaker, detour = ControlAddresses(), CircuitBreaker(), Detour(settings.prefill_from)
+    control, detour = ControlAddresses(), Detour(settings.prefill_from)
+    upstream = Upstream(apis.COMPLETIONS, prefill, decode, control, CircuitBreaker(), detour, settings)
     tracing = Tracing(settings.traces_endpoint)
     draining = None if settings.draining is None else Draining(settings.draining, (prefill, decode))
     status = [] if recent is None else StatusPage((prefill, decode), control, recent).routes
 
     def generation(api: Api) -> Route:
-        plain = api is not apis.CHAT or settings.plain_chats
-        upstream = Upstream(
-            api,
-            prefill,
-            decode,
-            control,
-            breaker,
-            legs=settings.legs,
-            first_token=settings.first_token if plain else FirstTokenFrom.DECODE,
-            without_prefill=settings.without_prefill,
-            detour=detour,
-            api_key=settings.api_key,
-            moves=plain and draining is not None and len(settings.decode) > 1,
-        )
-        return Route(api.path, Generation(upstream, journal, tracing, settings.max_body_bytes), methods=["POST"])
+        return Route(api.path, Generation(replace(upstream, api=api), journal, tracing), methods=["POST"])
 
     def relayed(path: str, *methods: str) -> Route:
-        limit, key = settings.max_body_bytes, settings.api_key
-        relay = Relay(path, decode, journal, tracing, api_key=key, max_body_bytes=limit)
+        relay = Relay(replace(upstream, api=relayed_api(path)), journal, tracing)
         return Route(path, relay, methods=methods or ["GET", "POST", "OPTIONS"])
 
     @asynccontextmanager

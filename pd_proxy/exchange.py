@@ -11,10 +11,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from pd_proxy import headers as passed
-from pd_proxy.apis import COMPLETIONS, KEPT, Body
+from pd_proxy.apis import CHAT, COMPLETIONS, KEPT, Body
 from pd_proxy.decode import run_decode
 from pd_proxy.detour import PromptSize
-from pd_proxy.error_answers import ErrorShape, LegFailed, LegRefused, RequestError, let_go_of_bodies
+from pd_proxy.error_answers import LegFailed, LegRefused, RequestError, let_go_of_bodies
 from pd_proxy.first_token import may_begin
 from pd_proxy.http_client import Client, json_object, read_content, while_connected
 from pd_proxy.journal import CLIENT_LEFT, Journal
@@ -36,18 +36,17 @@ class Exchange(ABC):
 
     generates = True
 
-    def __init__(self, path: str, errors: ErrorShape, journal: Journal, tracing: Tracing, max_body_bytes: int) -> None:
-        self._path = path
-        self._errors = errors
+    def __init__(self, upstream: Upstream, journal: Journal, tracing: Tracing) -> None:
+        self._upstream = upstream
         self._journal = journal
         self._tracing = tracing
-        self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request to its end; log it, however it ends."""
-        record = self._journal.open(self._path, generates=self.generates)
-        client = Client(scope, send, record, self._errors)
-        record.trace = self._tracing.request(scope["method"], self._path, client.headers)
+        api = self._upstream.api
+        record = self._journal.open(api.path, generates=self.generates)
+        client = Client(scope, send, record, api.errors)
+        record.trace = self._tracing.request(scope["method"], api.path, client.headers)
         try:
             await self._receive_and_serve(Request(scope, receive), client)
         except ClientDisconnect:
@@ -76,7 +75,7 @@ class Exchange(ABC):
         record = client.record
         record.identity = passed.request_id(client.headers, {})
         try:
-            work = self._serve(request, client, await read_content(request, self._max_body_bytes))
+            work = self._serve(request, client, await read_content(request, self._upstream.settings.max_body_bytes))
             await while_connected(request.receive, client, work)
         except (RequestError, RecursionError) as error:
             let_go_of_bodies(error)
@@ -106,11 +105,13 @@ class Exchange(ABC):
 class Generation(Exchange):
     """The endpoint of one API that generates."""
 
-    def __init__(self, upstream: Upstream, journal: Journal, tracing: Tracing, max_body_bytes: int) -> None:
-        super().__init__(upstream.api.path, upstream.api.errors, journal, tracing, max_body_bytes)
-        self._upstream = upstream
+    def __init__(self, upstream: Upstream, journal: Journal, tracing: Tracing) -> None:
+        super().__init__(upstream, journal, tracing)
+        settings, is_plain = upstream.settings, upstream.api is not CHAT or upstream.settings.plain_chats
+        self._begins = is_plain and settings.first_token == FirstTokenFrom.PREFILL
+        self._moves = is_plain and settings.draining is not None and len(settings.decode) > 1
         # In turn: of legs that go at once, P's failure counts only while the client has got nothing.
-        self._of_rests = replace(upstream, api=COMPLETIONS, legs=Legs.IN_TURN)
+        self._of_rests = replace(upstream, api=COMPLETIONS, settings=replace(settings, legs=Legs.IN_TURN))
 
     async def _serve(self, request: Request, client: Client, content: bytes) -> None:
         record, body = client.record, json_object(content)
@@ -124,10 +125,9 @@ class Generation(Exchange):
             record.choice = detour.choice(size, streams=record.streams)
             reason = record.choice.reason if record.choice.alone else None
         api, room = self._upstream.api, None
-        moves = self._upstream.moves and may_move(api, body)
+        moves = self._moves and may_move(api, body)
         # Browsers show a page only what has the headers that let it see that, which are D's to set.
-        begins = self._upstream.first_token == FirstTokenFrom.PREFILL and "origin" not in client.headers
-        begins = begins and reason is None and may_begin(api, body)
+        begins = self._begins and reason is None and "origin" not in client.headers and may_begin(api, body)
         if (moves or begins) and has_no_limit(api, body):
             headers = self._upstream.headers(client.headers, record.identity, relayed=False)
             room = await self._upstream.decode.room(headers)

@@ -127,7 +127,7 @@ class TwoLegs:
             if failure.retry is Retry.NO or (failure.retry is Retry.ONCE and not once):
                 raise failure
             if not untried:
-                if self._upstream.without_prefill != WithoutPrefill.DECODE:
+                if self._upstream.settings.without_prefill != WithoutPrefill.DECODE:
                     raise failure
                 logger.warning("%s: a decode server computes the prompt", failure)
                 await self._alone(NO_PREFILL)
@@ -139,7 +139,7 @@ class TwoLegs:
 
     async def _serve_with(self, server: Server) -> Failure | None:
         """Serve the request with one prefill server; return how that failed, if it did."""
-        address = self._upstream.control.of(server.url) if self._upstream.legs == Legs.TOGETHER else None
+        address = self._upstream.control.of(server.url) if self._upstream.settings.legs == Legs.TOGETHER else None
         next_decode = self._upstream.decode.in_order()[0].url
         if address is not None and not self._upstream.breaker.go_in_turn(next_decode, server.url):
             return await self._together(server, address)

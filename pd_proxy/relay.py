@@ -7,15 +7,12 @@ from urllib.parse import quote
 
 from starlette.requests import Request
 
-from pd_proxy import headers as passed
+from pd_proxy.apis import Api
 from pd_proxy.decode import relay
 from pd_proxy.error_answers import ErrorShape, RequestError
 from pd_proxy.exchange import Exchange
 from pd_proxy.http_client import Client
-from pd_proxy.journal import Journal
 from pd_proxy.parameters import without_transfer
-from pd_proxy.servers import Servers
-from pd_proxy.spans import Tracing
 
 #: vLLM's paths that go to one decode server. Its administrative ones do not go through the proxy.
 RELAYED = (
@@ -33,45 +30,36 @@ _FORMS = ("multipart/", "application/x-www-form-urlencoded")
 _PLAIN_CHARSET = re.compile(r'; *charset="?(utf-8|us-ascii)"?(?=;|$)')
 
 
+def relayed_api(path: str) -> Api:
+    """Return what the proxy needs to know of a path of which it changes nothing."""
+    return Api(path, {}, errors=ErrorShape.ANTHROPIC if path.startswith("/v1/messages") else ErrorShape.OPENAI)
+
+
 class Relay(Exchange):
     """The endpoint of a path that one decode server answers as it does without a proxy."""
 
     generates = False
 
-    def __init__(
-        self,
-        path: str,
-        decode: Servers,
-        journal: Journal,
-        tracing: Tracing,
-        *,
-        api_key: str | None,
-        max_body_bytes: int,
-    ) -> None:
-        errors = ErrorShape.ANTHROPIC if path.startswith("/v1/messages") else ErrorShape.OPENAI
-        super().__init__(path, errors, journal, tracing, max_body_bytes)
-        self._decode = decode
-        self._api_key = api_key
-
     async def _serve(self, request: Request, client: Client, content: bytes) -> None:
-        if self._path in STORED and len(self._decode.members) > 1:
+        known, decode = self._upstream.api.path, self._upstream.decode
+        if known in STORED and len(decode.members) > 1:
             raise RequestError(
-                f"the response is kept by one of {len(self._decode.members)} decode servers, and this proxy does not "
+                f"the response is kept by one of {len(decode.members)} decode servers, and this proxy does not "
                 "know by which; ask the decode server itself"
             )
         record = client.record
         if not {".", ".."}.isdisjoint(request.path_params.values()):
             await client.fail(HTTPStatus.NOT_FOUND, "there is no such path")
             return
-        path = self._path.format(**{name: quote(value, safe="") for name, value in request.path_params.items()})
+        path = known.format(**{name: quote(value, safe="") for name, value in request.path_params.items()})
         query = request.scope["query_string"].decode("latin-1")
-        headers = passed.to_server(client.headers, record.identity, self._api_key, relayed=True)
+        headers = self._upstream.headers(client.headers, record.identity, relayed=True)
         kind = client.headers.get("content-type", "")
         headers = [(name, kind if name == "content-type" else value) for name, value in headers]
         sent = _without_transfer(content, kind) if content else None
         with record.trace.leg("decode") as leg:
             target = f"{path}?{query}" if query else path
-            async with self._decode.request(request.method, target, leg.applied_to(headers), sent) as answer:
+            async with decode.request(request.method, target, leg.applied_to(headers), sent) as answer:
                 record.decode_url = answer.url
                 leg.goes_to(answer.url)
                 leg.answered(answer.status)

@@ -10,25 +10,21 @@ from pd_proxy.connection_pool import HeaderList
 from pd_proxy.control import CircuitBreaker, ControlAddresses
 from pd_proxy.detour import Detour
 from pd_proxy.servers import Servers
-from pd_proxy.settings import FirstTokenFrom, Legs, WithoutPrefill
+from pd_proxy.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
 class Upstream:
-    """The servers of both legs, and how they are asked. The objects in it are shared by all requests and APIs."""
+    """The servers of both legs, and how they are asked. All but the API is shared by all requests."""
 
     api: Api
     prefill: Servers
     decode: Servers
     control: ControlAddresses
     breaker: CircuitBreaker
-    legs: Legs
-    first_token: FirstTokenFrom
-    without_prefill: WithoutPrefill
     detour: Detour
-    api_key: str | None
-    moves: bool = False  # whether an answer may go on at another decode server than it began
+    settings: Settings
 
     def headers(self, of_client: Headers, identity: str, *, relayed: bool) -> HeaderList:
         """Return a client's headers as they are sent to a server; see ``headers.to_server``."""
-        return passed.to_server(of_client, identity, self.api_key, relayed=relayed)
+        return passed.to_server(of_client, identity, self.settings.api_key, relayed=relayed)

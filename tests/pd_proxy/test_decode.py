@@ -16,7 +16,7 @@ from pd_proxy.detour import Detour
 from pd_proxy.http_client import Client
 from pd_proxy.journal import Record
 from pd_proxy.servers import Leg, Servers
-from pd_proxy.settings import FirstTokenFrom, Legs, Settings, WithoutPrefill
+from pd_proxy.settings import Settings
 from pd_proxy.upstream import Upstream
 from tests.support.examples.fake_servers import FakeServer
 from tests.support.waiting import WAIT_S
@@ -33,20 +33,11 @@ def test_who_cancels_it_while_the_client_has_nothing_can_be_sure_that_it_gets_no
         sent.append(message)
 
     async def scenario() -> None:
-        async with Connections(Settings(prefill=(d.url,), decode=(d.url,))) as connections:
+        settings = Settings(prefill=(d.url,), decode=(d.url,))
+        async with Connections(settings) as connections:
             servers = Servers(Leg.DECODE, [d.url], connections, 1.0)
-            upstream = Upstream(
-                COMPLETIONS,
-                servers,
-                servers,
-                ControlAddresses(),
-                CircuitBreaker(),
-                Legs.TOGETHER,
-                FirstTokenFrom.DECODE,
-                WithoutPrefill.FAIL,
-                Detour(0),
-                None,
-            )
+            known = ControlAddresses(), CircuitBreaker(), Detour(0)
+            upstream = Upstream(COMPLETIONS, servers, servers, *known, settings)
             client = Client({"type": "http", "headers": []}, send, Record("/"))
             with anyio.CancelScope() as decoding:
 
