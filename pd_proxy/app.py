@@ -45,10 +45,9 @@ def create_app(settings: Settings) -> Starlette:
     decode = Servers(Leg.DECODE, settings.decode, connections, settings.skip_s)
     recent = Recent() if settings.status_page else None
     journal = Journal(recent)
-    pages = _Pages(prefill, decode, journal, settings)
     control, detour = ControlAddresses(), Detour(settings.prefill_from)
     upstream = Upstream(apis.COMPLETIONS, prefill, decode, control, CircuitBreaker(), detour, settings)
-    tracing = Tracing(settings.traces_endpoint)
+    pages, tracing = _Pages(upstream, journal), Tracing(settings.traces_endpoint)
     draining = None if settings.draining is None else Draining(settings.draining, (prefill, decode))
     status = [] if recent is None else StatusPage((prefill, decode), control, recent).routes
 
@@ -88,20 +87,18 @@ def create_app(settings: Settings) -> Starlette:
 class _Pages:
     """The small routes."""
 
-    def __init__(self, prefill: Servers, decode: Servers, journal: Journal, settings: Settings) -> None:
-        self._prefill = prefill
-        self._decode = decode
+    def __init__(self, upstream: Upstream, journal: Journal) -> None:
+        self._legs = upstream.prefill, upstream.decode
+        self._settings = upstream.settings
         self._journal = journal
-        self._health_timeout_s = min(_HEALTH_S, settings.connect_timeout_s)
-        self._without_prefill = settings.without_prefill
 
     async def health(self, _: Request) -> Response:
         """200 while a request can be served: at least one healthy server on each leg, unless D may do without P."""
-        legs = await asyncio.gather(
-            self._prefill.healthy(self._health_timeout_s), self._decode.healthy(self._health_timeout_s)
-        )
-        well = any(legs[1].values()) and (self._without_prefill == WithoutPrefill.DECODE or any(legs[0].values()))
-        body = {"healthy": well, "prefill": legs[0], "decode": legs[1]}
+        timeout_s = min(_HEALTH_S, self._settings.connect_timeout_s)
+        prefill, decode = await asyncio.gather(*(servers.healthy(timeout_s) for servers in self._legs))
+        needs_prefill = self._settings.without_prefill != WithoutPrefill.DECODE
+        well = any(decode.values()) and (any(prefill.values()) or not needs_prefill)
+        body = {"healthy": well, "prefill": prefill, "decode": decode}
         return JSONResponse(body, status_code=HTTPStatus.OK if well else HTTPStatus.SERVICE_UNAVAILABLE)
 
     async def healthcheck(self, _: Request) -> Response:
@@ -109,16 +106,12 @@ class _Pages:
 
         Whether servers answer is for ``health``: a proxy that waits for them must not be restarted for it.
         """
-        instances = {"prefill_instances": len(self._prefill.members), "decode_instances": len(self._decode.members)}
+        instances = {f"{servers.leg}_instances": len(servers.members) for servers in self._legs}
         return JSONResponse({"status": "ok"} | instances)
 
     async def metrics(self, _: Request) -> Response:
         """The proxy's own counters, for Prometheus."""
-        in_flight = [
-            (str(servers.leg), server.url, server.in_flight)
-            for servers in (self._prefill, self._decode)
-            for server in servers.members
-        ]
+        in_flight = [(legs.leg, server.url, server.in_flight) for legs in self._legs for server in legs.members]
         return PlainTextResponse(self._journal.exposition(in_flight), media_type="text/plain; version=0.0.4")
 
 

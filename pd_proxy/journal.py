@@ -10,7 +10,7 @@ from typing import Protocol
 
 from pd_proxy.detour import Choice
 from pd_proxy.settings import Legs
-from pd_proxy.spans import RequestTrace
+from pd_proxy.spans import Trace
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Record:
         self.problem = ""  # what went wrong, for people
         self.cause = ""  # the same in a sentence, without anything that a server or a client wrote
         self.broken_off = False  # the client got the beginning of an answer only
-        self.trace = RequestTrace()
+        self.trace = Trace()
         self.started = time.monotonic()
         self.ended: float | None = None
 

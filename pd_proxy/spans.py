@@ -18,14 +18,32 @@ _HEADERS = ("traceparent", "tracestate")
 HeaderList = list[tuple[str, str]]
 
 
-class LegTrace:
-    """The span of one leg; None while tracing is off."""
+class Trace:
+    """The span of a request, or of a leg of it; none while tracing is off."""
 
-    def __init__(self, span: "Span | None" = None) -> None:
+    def __init__(self, tracer: "Tracer | None" = None, span: "Span | None" = None) -> None:
+        self._tracer = tracer
         self._span = span
 
+    @contextmanager
+    def leg(self, name: str) -> Iterator["Trace"]:
+        """Trace a leg below until the context is left, by whatever way."""
+        if self._tracer is None or self._span is None:
+            yield self
+            return
+        from opentelemetry.trace import SpanKind, set_span_in_context  # noqa: PLC0415  free when off
+
+        span = self._tracer.start_span(f"{name} leg", set_span_in_context(self._span), kind=SpanKind.CLIENT)
+        try:
+            yield Trace(None, span)
+        except BaseException as error:  # a cancelled leg too: the client has left, or the other leg has failed
+            _fail(span, str(error) or type(error).__name__)
+            raise
+        finally:
+            span.end()
+
     def applied_to(self, headers: HeaderList) -> HeaderList:
-        """Return a server's headers with the leg's trace context in the place of the client's."""
+        """Return a server's headers with this trace context in the place of the client's."""
         if self._span is None:
             return headers
         from opentelemetry.trace import set_span_in_context  # noqa: PLC0415  free when off
@@ -53,37 +71,11 @@ class LegTrace:
         if status >= 400:
             _fail(self._span, f"status {status}")
 
-
-class RequestTrace:
-    """The span of one request; None while tracing is off."""
-
-    def __init__(self, tracer: "Tracer | None" = None, span: "Span | None" = None) -> None:
-        self._tracer = tracer
-        self._span = span
-
-    @contextmanager
-    def leg(self, name: str) -> Iterator[LegTrace]:
-        """Trace a leg until the context is left, by whatever way."""
-        if self._tracer is None or self._span is None:
-            yield LegTrace()
-            return
-        from opentelemetry.trace import SpanKind, set_span_in_context  # noqa: PLC0415  free when off
-
-        span = self._tracer.start_span(f"{name} leg", set_span_in_context(self._span), kind=SpanKind.CLIENT)
-        try:
-            yield LegTrace(span)
-        except BaseException as error:  # a cancelled leg too: the client has left, or the other leg has failed
-            _fail(span, str(error) or type(error).__name__)
-            raise
-        finally:
-            span.end()
-
     def end(self, attributes: Mapping[str, str | int], problem: str) -> None:
         """End the request's span; ``problem`` is empty if nothing went wrong."""
         if self._span is None:
             return
-        for name, value in attributes.items():
-            self._span.set_attribute(name, value)
+        self._span.set_attributes(attributes)
         if problem:
             _fail(self._span, problem)
         self._span.end()
@@ -102,17 +94,17 @@ class Tracing:
         if endpoint is not None:
             self._provider = _provider(endpoint)
 
-    def request(self, method: str, path: str, headers: Mapping[str, str]) -> RequestTrace:
+    def request(self, method: str, path: str, headers: Mapping[str, str]) -> Trace:
         """Begin a request's span, below that which its headers name."""
         if self._provider is None:
-            return RequestTrace()
+            return Trace()
         from opentelemetry.trace import SpanKind  # noqa: PLC0415  free when off
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator  # noqa: PLC0415
 
         carrier = {name: headers[name] for name in _HEADERS if name in headers}
         tracer = self._provider.get_tracer("pd_proxy")
         context = TraceContextTextMapPropagator().extract(carrier)
-        return RequestTrace(tracer, tracer.start_span(f"{method} {path}", context, kind=SpanKind.SERVER))
+        return Trace(tracer, tracer.start_span(f"{method} {path}", context, kind=SpanKind.SERVER))
 
     def close(self) -> None:
         """Send what is left, and end the exporter. May wait for the collector, for seconds."""
