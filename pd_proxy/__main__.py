@@ -9,7 +9,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 
 import uvicorn
 from starlette.applications import Starlette
@@ -118,31 +118,17 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[Settings, Server]:
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
-        settings = Settings(
-            prefill=_leg_urls(Leg.PREFILL, options.prefill, options.prefiller_hosts, options.prefiller_ports),
-            decode=_leg_urls(Leg.DECODE, options.decode, options.decoder_hosts, options.decoder_ports),
-            legs=Legs(options.legs),
-            first_token=FirstTokenFrom(options.first_token),
-            without_prefill=WithoutPrefill(options.without_prefill),
-            prefill_from=options.prefill_from,
-            relay=tuple(options.relay),
-            draining=options.draining,
-            plain_chats=options.plain_chats,
-            connect_timeout_s=options.connect_timeout,
-            request_timeout_s=options.request_timeout,
-            status_page=options.status_page,
-            ca_file=options.ca_file,
-            traces_endpoint=options.otlp_traces_endpoint,
-            # As in vLLM, an empty variable is none.
-            api_key=options.api_key if options.api_key is not None else os.environ.get(_KEY_VARIABLE) or None,
-        )
+        options.prefill = _leg_urls(Leg.PREFILL, options.prefill, options.prefiller_hosts, options.prefiller_ports)
+        options.decode = _leg_urls(Leg.DECODE, options.decode, options.decoder_hosts, options.decoder_ports)
+        options.relay = tuple(options.relay)
+        settings = Settings(**{one.name: getattr(options, one.name) for one in fields(Settings)})
     except ValueError as error:
         parser.error(str(error))
     if not 0 <= options.port <= _MAX_PORT:  # the socket would take the rest of a division by 65536
         parser.error(f"--port is {options.port}; it must be in 0..{_MAX_PORT}")
-    if options.shutdown_timeout < 0:
-        parser.error(f"--shutdown-timeout is {options.shutdown_timeout}; it must be 0 or more seconds")
-    return settings, Server(options.host, options.port, options.shutdown_timeout)
+    if options.shutdown_timeout_s < 0:
+        parser.error(f"--shutdown-timeout is {options.shutdown_timeout_s}; it must be 0 or more seconds")
+    return settings, Server(options.host, options.port, options.shutdown_timeout_s)
 
 
 def _leg_urls(leg: Leg, urls: list[str], hosts: list[str], ports: list[int]) -> tuple[str, ...]:
@@ -180,7 +166,6 @@ def _url_host(leg: Leg, host: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    defaults = Settings(prefill=("http://localhost",), decode=("http://localhost",))
     parser = argparse.ArgumentParser(
         prog="python -m pd_proxy",
         description="Proxy in front of vLLM prefill and decode servers.",
@@ -188,17 +173,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     for leg in Leg:
         _add_servers(parser, leg)
-    server = Server()
-    parser.add_argument(
-        "--host", default=server.host, help="address to listen on; :: for all of IPv6 and IPv4 (default %(default)s)"
-    )
-    parser.add_argument(
-        "--port", type=int, default=server.port, help="port to listen on, 0 for any (default %(default)s)"
-    )
+    parser.add_argument("--host", help="address to listen on; :: for all of IPv6 and IPv4 (default %(default)s)")
+    parser.add_argument("--port", type=int, help="port to listen on, 0 for any (default %(default)s)")
     parser.add_argument(
         "--legs",
         choices=list(Legs),
-        default=defaults.legs,
         help="together: the decode leg is sent with the prefill leg, so that decode servers read what prefill servers "
         "have computed while these go on; in turn while a prefill server's control address is not known, which its "
         "answers tell. in-turn: the decode leg is sent when the prefill leg is answered (default %(default)s)",
@@ -206,7 +185,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--first-token",
         choices=list(FirstTokenFrom),
-        default=defaults.first_token,
         help="prefill: streams of greedy text completions begin with the prefill server's own token, as soon as it "
         "has answered, and a decode server goes on behind it. decode: the whole answer is decode servers' "
         "(default %(default)s)",
@@ -214,15 +192,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--without-prefill",
         choices=list(WithoutPrefill),
-        default=defaults.without_prefill,
         help="what becomes of a request if no prefill server can be reached, or the only one that took it failed. "
         "fail: the client gets an error. decode: a decode server computes the prompt itself. It is an error either way "
         "if two prefill servers failed it, or one was silent for longer than --request-timeout (default %(default)s)",
     )
     parser.add_argument(
         "--prefill-from",
-        type=_tokens_or_auto,
-        default=defaults.prefill_from,
+        type=lambda text: int(text) if text.isdecimal() else text,
         metavar=f"TOKENS|{AUTO}",
         help="prompts of fewer tokens are computed by a decode server, without the detour over a prefill server. auto: "
         "only prompts of at most 512 tokens, where that has been sooner, and at most a tenth of all prompt tokens, "
@@ -231,7 +207,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--relay",
         action="append",
-        default=[],
         metavar="PATH",
         help="send requests for PATH to a decode server as they are, beside those that the proxy knows and does not "
         "divide; repeatable. Whoever reaches the proxy can then use it: name no administrative path (default: none)",
@@ -264,14 +239,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--connect-timeout",
         type=float,
-        default=defaults.connect_timeout_s,
+        dest="connect_timeout_s",
         metavar="SECONDS",
         help="longest wait for a connection to a server (default %(default)g)",
     )
     parser.add_argument(
         "--request-timeout",
         type=float,
-        default=defaults.request_timeout_s,
+        dest="request_timeout_s",
         metavar="SECONDS",
         help="longest silence of a server, before its answer and inside it (default %(default)g)",
     )
@@ -283,6 +258,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--otlp-traces-endpoint",
+        dest="traces_endpoint",
         metavar="URL",
         help="send OpenTelemetry spans of requests and their legs there, as protobuf over HTTP, such as "
         "http://127.0.0.1:4318/v1/traces (default: none)",
@@ -290,18 +266,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--shutdown-timeout",
         type=int,
-        default=server.shutdown_timeout_s,
+        dest="shutdown_timeout_s",
         metavar="SECONDS",
         help="how long requests may go on after Ctrl-C or SIGTERM (default %(default)s)",
     )
+    defaults = {one.name: one.default for one in fields(Settings) if one.default is not MISSING}
+    key = os.environ.get(_KEY_VARIABLE) or None  # as in vLLM, an empty variable is none
+    parser.set_defaults(**defaults | asdict(Server()) | {"relay": [], "api_key": key})
     return parser
-
-
-def _tokens_or_auto(text: str) -> int | str:
-    try:
-        return AUTO if text == AUTO else int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of tokens nor {AUTO}") from None
 
 
 def _add_servers(parser: argparse.ArgumentParser, leg: Leg) -> None:
