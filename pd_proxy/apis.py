@@ -30,14 +30,6 @@ CUT = "a prompt cut to what the output leaves"
 KEPT = frozenset({_EARLIER, _BACKGROUND})
 
 
-def _no_reason(_: Body) -> None:
-    return None
-
-
-def _nothing(_: Body) -> frozenset[str]:
-    return frozenset()
-
-
 def _first_choice(answer: Body) -> object:
     try:
         return answer["choices"][0]["finish_reason"]
@@ -65,14 +57,14 @@ class Api:
 
     path: str
     one_token: Body  # has a request compute its prompt and one token
-    undivided: Callable[[Body], str | None] = _no_reason  # why D serves a request alone, for reasons of this API's own
+    undivided: Callable[[Body], str | None] = lambda _: None  # why D serves a request alone, by this API's own rules
     sampling: str = ""  # the member that has the sampling parameters; empty if the body itself has them
     is_chat: bool = False
     finish: Callable[[Body], object] = _first_choice  # vLLM's reason why an answer ended; None if it tells none
     figures: Figures = CHAT_DETAILS  # of the prompt, in an answer
     preludes: tuple[bytes, ...] = ()  # events of a stream that tell nothing of what is computed
     errors: ErrorShape = ErrorShape.OPENAI
-    dropped: Callable[[Body], frozenset[str]] = _nothing  # from the prefill leg, beside what it loses in all APIs
+    dropped: Callable[[Body], frozenset[str]] = lambda _: frozenset()  # from the prefill leg, beside all APIs' own
 
     @property
     def may_end_at_once(self) -> bool:

@@ -17,7 +17,6 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from io import BytesIO
-from types import TracebackType
 from typing import Any, Self
 
 import aiohttp
@@ -139,9 +138,7 @@ class Connections:
         )
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         assert self._session is not None
         await self._session.close()
 
@@ -154,21 +151,19 @@ class Connections:
             TimeoutError: the server does not take the connection (``aiohttp.ConnectionTimeoutError``), or is silent.
         """
         assert self._session is not None
-        left = _ATTEMPTS
         as_text = [(name, passed.as_text(value)) for name, value in headers]
         # aiohttp's own limit begins when the request is sent: a server might not read it.
         async with asyncio.timeout(self._answer_timeout_s):
-            while True:
-                left -= 1
+            for left in reversed(range(_ATTEMPTS)):
                 body = None if content is None else BytesIO(content)
                 try:
                     answer = await self._session.request(method, url, headers=as_text, data=body, allow_redirects=False)
+                    break
                 except aiohttp.ClientConnectionResetError:
                     if not left:
                         raise
-                else:
-                    assert isinstance(answer, Response)
-                    return answer
+        assert isinstance(answer, Response)
+        return answer
 
     async def is_well(self, url: str, timeout_s: float) -> bool:
         """Return whether a page answers 200 within so many seconds."""

@@ -93,14 +93,6 @@ class ControlAddresses:
         self._cutting.discard(url)
 
 
-@dataclass(frozen=True, slots=True)
-class _Failed:
-    """A request that a decode server failed."""
-
-    address: Address  # of the prefill server's control channel, as the decode server was told
-    request_id: str
-
-
 class CircuitBreaker:
     """The decode servers that seem unable to follow a transfer by its name.
 
@@ -113,14 +105,14 @@ class CircuitBreaker:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """Trust every server. ``clock`` is a monotonic clock, in seconds."""
         self._clock = clock
-        # By decode and prefill server.
-        self._failed: dict[tuple[str, str], _Failed] = {}  # with both legs at once, the last time
-        self._before: dict[tuple[str, str], _Failed] = {}  # a time before, and then served one in turn
+        # By decode and prefill server, a request's id and where it was to follow it, if the decode server failed it
+        self._failed: dict[tuple[str, str], tuple[str, Address]] = {}  # with both legs at once, the last time
+        self._before: dict[tuple[str, str], str] = {}  # a time before, and then served one in turn
         self._until: dict[str, float] = {}  # by decode server
 
     def failed_at_once(self, decode: str, prefill: str, address: Address, request_id: str) -> None:
         """Note that a decode server failed a request that it was to follow at this address."""
-        self._failed[decode, prefill] = _Failed(address, request_id)
+        self._failed[decode, prefill] = request_id, address
 
     def served_at_once(self, decode: str, prefill: str) -> None:
         """Note that it served one that way: it can."""
@@ -129,14 +121,15 @@ class CircuitBreaker:
 
     def served_in_turn(self, decode: str, prefill: str, address: Address | None) -> None:
         """Note that it served one from a prefill server whose answers name this address."""
-        if (failed := self._failed.pop((decode, prefill), None)) is None or failed.address != address:
+        failed, at = self._failed.pop((decode, prefill), ("", None))
+        if not at or at != address:
             return
         if (before := self._before.pop((decode, prefill), None)) is None:
             self._before[decode, prefill] = failed
             logger.info(
                 "decode server %s failed request %s with both legs at once and has served one in turn since, as one "
                 "does that was replaced: both legs go at once again. Its log says under that id what was the matter",
-                decode, failed.request_id,
+                decode, failed,
             )  # fmt: skip
             return
         self._until[decode] = self._clock() + _IN_TURN_S
@@ -144,7 +137,7 @@ class CircuitBreaker:
             "decode server %s failed requests %s and %s with both legs at once and served one in turn after each: its "
             "legs go in turn for %g s. Either its connector cannot follow transfers by name, so give all servers the "
             "same version, or its log says with these requests' ids what is the matter",
-            decode, before.request_id, failed.request_id, _IN_TURN_S,
+            decode, before, failed, _IN_TURN_S,
         )  # fmt: skip
 
     def go_in_turn(self, decode: str, prefill: str) -> bool:

@@ -21,7 +21,7 @@ class Draining:
         self._path = Path(path)
         self._legs = legs
         self._known = frozenset(server.url for servers in legs for server in servers.members)
-        self._strange: set[str] = set()
+        self._named: set[str] = set()  # when the file was read the last time
         self._problem = ""
 
     @asynccontextmanager
@@ -42,8 +42,8 @@ class Draining:
             except Exception:  # nothing ends the watching without a word
                 logger.exception("--draining %s was not looked at; once more in %g s", self._path, _INTERVAL_S)
 
-    def _read(self) -> set[str] | None:
-        """Return what the file names; None if it cannot be read, which changes nothing."""
+    def _read(self) -> set[str]:
+        """Return what the file names. If it cannot be read, that is what it named before."""
         try:
             if self._path.exists() and not self._path.is_file():
                 raise OSError("it is no regular file")  # reading a pipe may never end
@@ -54,20 +54,18 @@ class Draining:
             if str(error) != self._problem:
                 self._problem = str(error)
                 logger.warning("--draining %s cannot be read (%s): it changes nothing until it can", self._path, error)
-            return None
+            return self._named
         self._problem = ""
         return {line.strip().rstrip("/") for line in lines} - {""}
 
-    def _mark(self, named: set[str] | None) -> None:
+    def _mark(self, named: set[str]) -> None:
         """Mark these servers as leaving, and no others."""
-        if named is None:
-            return
-        for url in named - self._known - self._strange:
+        for url in named - self._known - self._named:
             logger.warning(
                 "--draining %s names %r, which is none of the servers; write URLs as behind --prefill or --decode (%s)",
                 self._path, url, ", ".join(sorted(self._known)),
             )  # fmt: skip
-        self._strange = named - self._known
+        self._named = named
         for leg, server in ((servers.leg, server) for servers in self._legs for server in servers.members):
             if server.is_leaving != (server.url in named):
                 server.is_leaving = server.url in named

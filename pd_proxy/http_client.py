@@ -44,11 +44,10 @@ class Client:
         """Send status and headers."""
         self.started = True
         self.record.status = status
-        lengths = [int(value) for name, value in headers if name == b"content-length"]
-        self._missing = lengths[0] if lengths else None
-        kinds = [value for name, value in headers if name == b"content-type"]
-        encoded = any(name == b"content-encoding" for name, _ in headers)
-        self._sends_events = not encoded and kinds[:1] != [] and kinds[0].startswith(b"text/event-stream")
+        named = dict(headers)
+        self._missing = int(named[b"content-length"]) if b"content-length" in named else None
+        is_stream = named.get(b"content-type", b"").startswith(b"text/event-stream")
+        self._sends_events = is_stream and b"content-encoding" not in named
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def send_piece(self, piece: bytes) -> None:

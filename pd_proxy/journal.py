@@ -14,15 +14,11 @@ from pd_proxy.spans import Trace
 
 logger = logging.getLogger(__name__)
 
-#: Counters by a label, whose name is the value.
-_COUNTERS = {
-    "requests": "status",
-    "not_disaggregated": "reason",
-    "detours": "reason",
-    "legs": "legs",
-    "moved": "result",
-}
 _TOTALS = ("prefill_retries", "first_tokens_from_prefill", "first_tokens_different", "broken_off")
+#: Counters, with the name of their label, if they have one.
+_COUNTERS = {
+    "requests": "status", "not_disaggregated": "reason", "detours": "reason", "legs": "legs", "moved": "result",
+} | dict.fromkeys(_TOTALS, "")  # fmt: skip
 #: Why a decode server computes a prompt that was to be handed over.
 NO_PREFILL = "no prefill server"
 #: How decode legs without a prefill leg are called.
@@ -143,7 +139,8 @@ class Journal:
         self._counts = {name: Counter[str]() for name in _COUNTERS}
         self._counts["moved"].update(continued=0, failed=0)
         self._counts["not_disaggregated"][NO_PREFILL] = 0
-        self._totals = Counter(dict.fromkeys(_TOTALS, 0))
+        for name in _TOTALS:
+            self._counts[name][""] = 0
         # By name, and by how the legs were sent.
         self._seconds = defaultdict[tuple[str, str], float](float)
         self._seconds |= {("prefill", ""): 0.0} | {("handover", str(legs)): 0.0 for legs in Legs}
@@ -177,7 +174,8 @@ class Journal:
                 self._counts[name][value] += 1
         self._counts["moved"].update(record.moves)
         numbers = (record.prefill_retries, record.first_token, record.first_token_differs, record.broken_off)
-        self._totals.update(dict(zip(_TOTALS, numbers, strict=True)))
+        for name, number in zip(_TOTALS, numbers, strict=True):
+            self._counts[name][""] += number
         legs = record.legs or _ALONE
         for key, seconds in (
             (("prefill", ""), record.prefill_s),
@@ -195,10 +193,9 @@ class Journal:
         lines = []
         for name, label in _COUNTERS.items():
             lines.append(f"# TYPE pd_proxy_{name}_total counter")
-            counts = sorted(self._counts[name].items())
-            lines += [f'pd_proxy_{name}_total{{{label}="{value}"}} {count}' for value, count in counts]
-        for name, count in self._totals.items():
-            lines += [f"# TYPE pd_proxy_{name}_total counter", f"pd_proxy_{name}_total {count}"]
+            for value, count in sorted(self._counts[name].items()):
+                shown = f'{{{label}="{value}"}}' if label else ""
+                lines.append(f"pd_proxy_{name}_total{shown} {count}")
         for name in ("prefill", "decode_first_byte", "handover"):
             lines.append(f"# TYPE pd_proxy_{name}_seconds summary")
             for (_, legs), total in sorted(item for item in self._seconds.items() if item[0][0] == name):

@@ -35,36 +35,18 @@ _OF_REQUESTS = {"cache_salt", "user", "request_id", "session_id", "priority", "k
 _HARMLESS = _OF_THE_BEGINNING | _OF_EACH_TOKEN | _OF_REQUESTS
 #: Which do, or could end the text, and their values that do neither.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "echo": (False,),
-    "suffix": ("",),
-    "stop": ([], ""),
-    "stop_token_ids": ([],),
-    "include_stop_str_in_output": (False, True),
-    "min_tokens": (0,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "length_penalty": (0, 1),
-    "logit_bias": ({},),
-    "bad_words": ([],),
-    "use_beam_search": (False,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-}
+    "n": (1,), "best_of": (1,), "echo": (False,), "suffix": ("",), "stop": ([], ""), "stop_token_ids": ([],),
+    "include_stop_str_in_output": (False, True), "min_tokens": (0,), "presence_penalty": (0,),
+    "frequency_penalty": (0,), "repetition_penalty": (1,), "length_penalty": (0, 1), "logit_bias": ({},),
+    "bad_words": ([],), "use_beam_search": (False,), "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,), "return_token_ids": (False,), "return_tokens_as_token_ids": (False,),
+}  # fmt: skip
 _OF_TEMPLATES = {"messages", "chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"}
 _OF_CHATS = _OF_TEMPLATES | {"documents", "reasoning_effort", "max_completion_tokens", "metadata", "store"}
 _NEUTRAL_IN_CHATS: dict[str, tuple[Any, ...]] = {
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "tool_choice": ("none",),
-    "parallel_tool_calls": (False, True),
-    "include_reasoning": (True,),
-    "response_format": ({"type": "text"},),
-}
+    "logprobs": (False,), "top_logprobs": (0,), "tool_choice": ("none",), "parallel_tool_calls": (False, True),
+    "include_reasoning": (True,), "response_format": ({"type": "text"},),
+}  # fmt: skip
 #: Members that are the same in all events of an answer.
 _HEAD = ("id", "object", "created", "model")
 #: What is raised where an answer is nothing that vLLM sends.

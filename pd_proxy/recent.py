@@ -30,6 +30,7 @@ class RequestSummary:
     """A request at one moment. Times are seconds since it came in, or None while it has not come to that."""
 
     number: int  # in the order in which requests came in
+    place: int  # in the order in which they ended; 0 while it is under way
     identity: str
     path: str
     at: float  # when it came in, seconds of Unix time
@@ -45,14 +46,6 @@ class RequestSummary:
     retries: int
     alone: str  # why D has served it alone; empty if it has not
     failure: str  # in a sentence; empty if there was none
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """A request that is over, with its place in the order in which requests ended."""
-
-    place: int
-    summary: RequestSummary
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +80,7 @@ class Recent:
         self._begun = 0
         self._places = 0
         self._under_way: dict[Record, int] = {}  # to its number; the oldest first
-        self._ended: deque[Ended] = deque(maxlen=MAX_ENDED)
+        self._ended: deque[RequestSummary] = deque(maxlen=MAX_ENDED)
         self._outcomes: deque[_Outcome] = deque(maxlen=MAX_COUNTED)
         self._choices: Counter[Choice] = Counter()
 
@@ -100,7 +93,7 @@ class Recent:
         """A request is over."""
         number = self._under_way.pop(record)
         self._places += 1
-        self._ended.append(Ended(self._places, _summary(record, number)))
+        self._ended.append(_summary(record, number, self._places))
         ended, failed = record.ended or time.monotonic(), bool(record.failure)
         self._outcomes.append(_Outcome(ended, record.first_token_s, record.handover_s, failed))
         if record.choice is not None:
@@ -115,10 +108,10 @@ class Recent:
         shown = list(self._under_way.items())[:MAX_UNDER_WAY]
         return [_summary(record, number) for record, number in shown]
 
-    def ended_after(self, place: int) -> list[Ended]:
+    def ended_after(self, place: int) -> list[RequestSummary]:
         """Return the requests that ended behind this place and within the last minutes, in that order."""
         oldest = time.time() - KEPT_S
-        return [one for one in self._ended if one.place > place and one.summary.at + (one.summary.ended or 0) >= oldest]
+        return [one for one in self._ended if one.place > place and one.at + (one.ended or 0) >= oldest]
 
     def choices(self) -> list[tuple[Choice, int]]:
         """Return how often each way was chosen for a prompt since the start, and why; the most frequent first."""
@@ -148,7 +141,7 @@ def _percentile(ordered: list[float], percent: int) -> float | None:
     return ordered[math.ceil(percent * len(ordered) / 100) - 1] if ordered else None
 
 
-def _summary(record: Record, number: int) -> RequestSummary:
+def _summary(record: Record, number: int, place: int = 0) -> RequestSummary:
     def since(moment: float | None) -> float | None:
         return None if moment is None else moment - record.started
 
@@ -157,6 +150,7 @@ def _summary(record: Record, number: int) -> RequestSummary:
 
     return RequestSummary(
         number=number,
+        place=place,
         identity=record.identity[:_LONGEST_ID],
         path=record.path,
         at=time.time() - (time.monotonic() - record.started),

@@ -46,7 +46,7 @@ class Server:
     def __init__(self, url: str) -> None:
         self.url = url
         self.in_flight = 0  # requests sent and not yet answered to the end
-        self.last_chosen = 0  # counter value; breaks ties in turn
+        self.last_chosen = 0.0  # monotonic seconds; breaks ties in turn
         self.skip_until = 0.0  # monotonic seconds
         self.failures = 0  # in a row, of requests that it has taken
         self.is_leaving = False  # it is to be restarted
@@ -96,7 +96,6 @@ class Servers:
         self.members = tuple(Server(url) for url in urls)
         self._connections = connections
         self._skip_s = skip_s
-        self._choices = 0
         self._room: int | None = None
         self._room_until = 0.0  # monotonic seconds
 
@@ -167,8 +166,7 @@ class Servers:
         Raises:
             LegFailed: it could not be reached, or gave no answer.
         """
-        self._choices += 1
-        server.last_chosen = self._choices
+        server.last_chosen = time.monotonic()
         server.in_flight += 1
         try:
             response = await self._send(server, method, path, headers, content)

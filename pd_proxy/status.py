@@ -89,7 +89,7 @@ class StatusPage:
             "servers": [one for servers in self._legs for one in self._servers(servers)],
             "under_way_count": self._recent.count_under_way(),
             "under_way": [asdict(one) for one in self._recent.under_way()],
-            "ended": [asdict(one.summary) for one in ended],
+            "ended": [asdict(one) for one in ended],
         }
         return state, ended[-1].place if ended else place
 

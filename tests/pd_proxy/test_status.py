@@ -227,8 +227,8 @@ def test_only_so_many_requests_are_kept_and_only_for_so_long(monkeypatch: pytest
         kept.end(record)
     ended = kept.ended_after(0)
     assert [one.place for one in ended] == list(range(51, MAX_ENDED + 51))
-    assert max(len(one.summary.identity) for one in ended) <= 64
-    assert max(len(one.summary.failure) for one in ended) <= 300
+    assert max(len(one.identity) for one in ended) <= 64
+    assert max(len(one.failure) for one in ended) <= 300
     assert kept.ended_after(MAX_ENDED + 49) == ended[-1:]
     monkeypatch.setattr(recent, "KEPT_S", -10.0)
     assert kept.ended_after(0) == []
