@@ -11,16 +11,15 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from pd_proxy import headers as passed
-from pd_proxy.apis import CHAT, COMPLETIONS, KEPT, Body
-from pd_proxy.decode import run_decode
+from pd_proxy.apis import CHAT, COMPLETIONS, KEPT
 from pd_proxy.detour import PromptSize
 from pd_proxy.error_answers import LegFailed, LegRefused, RequestError, let_go_of_bodies
 from pd_proxy.first_token import may_begin
 from pd_proxy.http_client import Client, json_object, read_content, while_connected
-from pd_proxy.journal import CLIENT_LEFT, Journal
+from pd_proxy.journal import CLIENT_LEFT, NO_PREFILL, Journal
 from pd_proxy.legs import TwoLegs
 from pd_proxy.moves import Written, has_no_limit, may_move
-from pd_proxy.parameters import decode_body, undivided_reason
+from pd_proxy.parameters import undivided_reason
 from pd_proxy.settings import FirstTokenFrom, Legs
 from pd_proxy.spans import Tracing
 from pd_proxy.upstream import Upstream
@@ -140,7 +139,9 @@ class Generation(Exchange):
                 written = begun
                 await self._move(client, begun, failed=record.decode_url)
         else:
-            await self._alone(body, client, reason, written)
+            record.undivided = reason
+            self._check_kept(reason)
+            await TwoLegs(self._upstream, body, client, written).alone(reason)
         while written is not None and written.is_due:
             await self._move(client, written)
         if size is not None:
@@ -180,17 +181,12 @@ class Generation(Exchange):
             if not written.can_go_on or (failed and tried):
                 raise
             logger.warning("%s, for the rest of request %s: once more", failure, client.record.identity)
-            rest = decode_body(COMPLETIONS, written.rest(), None)
-            await run_decode(self._of_rests, client, rest, written=written, failed=tried or failed)
+            await TwoLegs(self._of_rests, written.rest(), client, written, failed=tried or failed).alone(NO_PREFILL)
 
-    async def _alone(self, body: Body, client: Client, reason: str, written: Written | None) -> None:
-        """Have a decode server serve the whole request."""
-        record = client.record
-        record.undivided = reason
-        if reason in KEPT and len(self._upstream.decode.members) > 1:
+    def _check_kept(self, reason: str) -> None:
+        servers = len(self._upstream.decode.members)
+        if reason in KEPT and servers > 1:
             raise RequestError(
-                f"the request needs the decode server that keeps responses ({reason}), and this proxy has "
-                f"{len(self._upstream.decode.members)}; send the whole conversation as input, without "
-                "previous_response_id and background"
+                f"the request needs the decode server that keeps responses ({reason}), and this proxy has {servers}; "
+                "send the whole conversation as input, without previous_response_id and background"
             )
-        await run_decode(self._upstream, client, decode_body(self._upstream.api, body, None), written=written)

@@ -73,35 +73,20 @@ class _Prefill:
         return self.details
 
 
+@dataclass(slots=True, eq=False)
 class TwoLegs:
     """One client's request and both its legs."""
 
-    def __init__(
-        self,
-        upstream: Upstream,
-        body: Body,
-        client: Client,
-        written: Written | None = None,
-        begun: Written | None = None,
-        failed: str = "",
-    ) -> None:
-        """Prepare; nothing is sent.
+    upstream: Upstream
+    body: Body  # of the client
+    client: Client
+    written: Written | None = None  # of an answer that may move
+    begun: Written | None = None  # of one that may begin with P's token; afterwards, whether it is to move behind that
+    failed: str = ""  # the URL of the decode server that has just failed the request
+    _first_token: FirstToken | None = field(init=False)
 
-        Args:
-            upstream: the servers.
-            body: of the client.
-            client: who asks.
-            written: of an answer that may move.
-            begun: of an answer that may begin with P's token; afterwards, it says whether it is to move behind that.
-            failed: the URL of the decode server that has just failed the request.
-        """
-        self._upstream = upstream
-        self._body = body
-        self._client = client
-        self._record = client.record
-        self._written = written
-        self._first_token = None if begun is None else FirstToken(client, begun)
-        self._failed = failed
+    def __post_init__(self) -> None:
+        self._first_token = None if self.begun is None else FirstToken(self.client, self.begun)
 
     async def serve(self) -> None:
         """Serve the request to its end.
@@ -115,7 +100,7 @@ class TwoLegs:
             ClientDisconnect: the client left.
         """
         once = True
-        untried = self._upstream.prefill.in_order()
+        untried = self.upstream.prefill.in_order()
         while True:
             server = untried.pop(0)
             failure = await self._serve_with(server)
@@ -123,79 +108,79 @@ class TwoLegs:
                 return
             let_go_of_bodies(failure)
             if failure.retry is not Retry.NO:
-                self._upstream.control.forget(server.url)
+                self.upstream.control.forget(server.url)
             if failure.retry is Retry.NO or (failure.retry is Retry.ONCE and not once):
                 raise failure
             if not untried:
-                if self._upstream.settings.without_prefill != WithoutPrefill.DECODE:
+                if self.upstream.settings.without_prefill != WithoutPrefill.DECODE:
                     raise failure
                 logger.warning("%s: a decode server computes the prompt", failure)
-                await self._alone(NO_PREFILL)
+                await self.alone(NO_PREFILL)
                 return
             if failure.retry is Retry.ONCE:
                 once = False
-                self._record.prefill_retries += 1
+                self.client.record.prefill_retries += 1
                 logger.warning("prefill server %s failed (%s): the request goes to another", server.url, failure)
 
     async def _serve_with(self, server: Server) -> Failure | None:
         """Serve the request with one prefill server; return how that failed, if it did."""
-        address = self._upstream.control.of(server.url) if self._upstream.settings.legs == Legs.TOGETHER else None
-        next_decode = self._upstream.decode.in_order()[0].url
-        if address is not None and not self._upstream.breaker.go_in_turn(next_decode, server.url):
+        address = self.upstream.control.of(server.url) if self.upstream.settings.legs == Legs.TOGETHER else None
+        next_decode = self.upstream.decode.in_order()[0].url
+        if address is not None and not self.upstream.breaker.go_in_turn(next_decode, server.url):
             return await self._together(server, address)
-        self._record.legs = Legs.IN_TURN
+        self.client.record.legs = Legs.IN_TURN
         try:
             answer = await self._run_prefill(server)
         except (LegFailed, LegRefused) as failure:
             if not self._text_ended(failure):
                 return failure
-            await self._alone(_ENDS_AT_ONCE)
+            await self.alone(_ENDS_AT_ONCE)
         else:
             await self._in_turn(answer, server)
         return None
 
     async def _in_turn(self, answer: Body, server: Server) -> None:
         """Run the decode leg with what P has answered."""
-        self._record.legs = Legs.IN_TURN
+        self.client.record.legs = Legs.IN_TURN
         if self._first_token is not None:
             self._first_token.hold(answer)
-        told = self._upstream.api.figures.of(answer)
+        told = self.upstream.api.figures.of(answer)
 
         async def details() -> PromptDetails:
             return told
 
-        body = decode_body(self._upstream.api, self._body, answer["kv_transfer_params"])
+        body = decode_body(self.upstream.api, self.body, answer["kv_transfer_params"])
         await self._run_decode(body, details, partial(self._judge, server, None))
 
-    async def _alone(self, reason: str) -> None:
-        """Have a decode server compute the prompt, because no prefill server has handed it over."""
-        self._record.legs, self._record.undivided = "", reason
-        await self._run_decode(decode_body(self._upstream.api, self._body, None), None)
+    async def alone(self, reason: str) -> None:
+        """Have a decode server serve the whole request, for this reason."""
+        self.client.record.legs, self.client.record.undivided = "", reason
+        await self._run_decode(decode_body(self.upstream.api, self.body, None), None)
 
     async def _together(self, server: Server, address: Address) -> Failure | None:
-        self._record.legs = Legs.TOGETHER
+        self.client.record.legs = Legs.TOGETHER
         decoding, prefill = asyncio.current_task(), _Prefill(server, address, uuid.uuid4().hex)
         assert decoding is not None
         prefill.running = asyncio.create_task(self._prefill_beside(prefill, decoding))
         try:
             named = following(prefill.transfer_id, address.host, address.port)
-            body = decode_body(self._upstream.api, self._body, named)
+            body = decode_body(self.upstream.api, self.body, named)
             await self._run_decode(body, prefill.last_news, partial(self._judge, server, prefill))
-            if self._record.status == HTTPStatus.OK:
+            if self.client.record.status == HTTPStatus.OK:
                 await prefill.last_news()
         except asyncio.CancelledError:
             if not prefill.has_cancelled or decoding.uncancel():
                 raise
         except LegFailed:
-            if self._client.started or not prefill.ends_decoding:
+            if self.client.started or not prefill.ends_decoding:
                 raise
         finally:
             prefill.running.cancel()
             await asyncio.wait([prefill.running])
-        if self._client.started:
+        if self.client.started:
             return None
         if prefill.text_ended:
-            await self._alone(_ENDS_AT_ONCE)
+            await self.alone(_ENDS_AT_ONCE)
         elif prefill.moved is not None:
             await self._in_turn(prefill.moved, server)
         elif not isinstance(prefill.failure, LegFailed | LegRefused | None):
@@ -208,8 +193,8 @@ class TwoLegs:
         """Run the prefill leg, and end the decode leg where that is no use any more."""
         try:
             answer = await self._run_prefill(prefill.server, prefill.transfer_id)
-            prefill.details = self._upstream.api.figures.of(answer)
-            if self._upstream.control.of(prefill.server.url) != prefill.address:
+            prefill.details = self.upstream.api.figures.of(answer)
+            if self.upstream.control.of(prefill.server.url) != prefill.address:
                 prefill.moved = answer
             elif self._first_token is not None:
                 await self._first_token.send(answer)
@@ -221,7 +206,7 @@ class TwoLegs:
             return  # raised, it would be part of a circle with the request's bodies: see ``let_go_of_bodies``
         except Exception as failure:  # raised where the decode leg runs, if it is none of a server's
             prefill.failure = failure
-        if prefill.ends_decoding and not self._client.started:
+        if prefill.ends_decoding and not self.client.started:
             prefill.has_cancelled = decoding.cancel()
         elif prefill.failure is not None:
             logger.warning("prefill server %s failed (%s) after D had answered", prefill.server.url, prefill.failure)
@@ -229,12 +214,12 @@ class TwoLegs:
 
     def _text_ended(self, failure: Failure) -> bool:
         """Return whether a prefill leg handed nothing over because its token ends the text, as it may."""
-        may_end = self._first_token is not None or self._upstream.api.may_end_at_once
+        may_end = self._first_token is not None or self.upstream.api.may_end_at_once
         return may_end and isinstance(failure, NothingHandedOver) and failure.text_ended
 
     async def _run_prefill(self, server: Server, transfer_id: str | None = None) -> Body:
         used = self._first_token is not None
-        return await run_prefill(self._upstream, self._client, server, self._body, transfer_id, used=used)
+        return await run_prefill(self.upstream, self.client, server, self.body, transfer_id, used=used)
 
     async def _run_decode(
         self, body: Body, details: Details | None, may_answer: Callable[[int], Awaitable[None]] = at_once
@@ -242,8 +227,8 @@ class TwoLegs:
         first = self._first_token
         try:
             await run_decode(
-                self._upstream, self._client, body, may_answer=may_answer, first_token=first, details=details,
-                written=self._written, failed=self._failed,
+                self.upstream, self.client, body, may_answer=may_answer, first_token=first, details=details,
+                written=self.written, failed=self.failed,
             )  # fmt: skip
         except LegFailed as failure:
             if first is not None and failure.retry is Retry.ONCE:
@@ -252,7 +237,7 @@ class TwoLegs:
                 raise
             let_go_of_bodies(failure)
             logger.warning("%s, behind a prefill server's token: the request goes on from there", failure)
-            self._record.problem, self._record.broken_off = "", False
+            self.client.record.problem, self.client.record.broken_off = "", False
             first.begun.details(details)
             first.begun.is_due = True
 
@@ -261,7 +246,7 @@ class TwoLegs:
 
         An error waits for news of P, which may be its cause.
         """
-        decode, breaker, control = self._record.decode_url, self._upstream.breaker, self._upstream.control
+        decode, breaker, control = self.client.record.decode_url, self.upstream.breaker, self.upstream.control
         if status == HTTPStatus.OK and beside is None:
             breaker.served_in_turn(decode, server.url, control.of(server.url))
         elif status == HTTPStatus.OK:
@@ -271,4 +256,4 @@ class TwoLegs:
             if beside.moved is None:  # after P's answer, which tells the address anew
                 control.forget(server.url)  # it may be what D could not use
             if not beside.ends_decoding:  # P is not the reason
-                breaker.failed_at_once(decode, server.url, beside.address, self._record.identity)
+                breaker.failed_at_once(decode, server.url, beside.address, self.client.record.identity)
