@@ -6,8 +6,8 @@ and the same text is taken off the beginning of what D answers. It is compared, 
 equally likely, kernels that add up in another order may rank them differently on P and D. Where D begins differently or
 fails, the answer moves: the next D goes on behind P's token, by its id.
 
-Where the legs go in turn, P's token waits for the head of D's answer: vLLM sends its 200 before it computes anything,
-and a refusal instead of it, of what P's leg does not have.
+P's token waits for the head of D's answer: vLLM sends its 200 before it computes anything, and a refusal instead of it,
+of what P's leg does not have.
 
 ``may_begin`` knows the requests for which P's token is D's. All others are left alone. How a chat's first token is
 shown depends on the server's reasoning and tool parsers, which treat whole answers, as P gives them, differently from
@@ -41,27 +41,26 @@ class FirstToken:
         self._client = client
         self.begun = begun
         self.is_followed = False  # the client may have something of D's
-        self._held: Body | None = None  # P's answer, which the client is to have later
+        self._answer: Body | None = None  # P's, while the client is to have it later
+        self._is_taken = False
         self._text = ""
         self._sent = asyncio.Event()
 
-    def hold(self, answer: Body) -> None:
-        """Keep P's answer until D has taken the request: it may refuse what P's leg lacks."""
-        self._held = answer
-
-    async def release(self) -> None:
-        """Begin the client's answer with what is held, if anything is."""
-        answer, self._held = self._held, None
-        if answer is not None:
-            await self.send(answer)
-
     async def send(self, answer: Body) -> None:
-        """Begin the client's answer with the text of P's token, unless D has begun it.
+        """Begin the client's answer with the text of P's token, as soon as D has taken the request, unless D has begun.
 
         A token may have no text yet: it is a part of a character. That is left to D. So is a prompt of which P has left
         the last token to D: its answer's token is none of the text.
         """
-        if self._client.started or answer["kv_transfer_params"].get("prompt_is_cut"):
+        self._answer = answer
+        if self._is_taken:
+            await self.release()
+
+    async def release(self) -> None:
+        """D has taken the request, or will not refuse it: begin the client's answer when P's is here."""
+        self._is_taken = True
+        answer, self._answer = self._answer, None
+        if answer is None or self._client.started or answer["kv_transfer_params"].get("prompt_is_cut"):
             return
         self._text, events = self.begun.begun(answer)
         if not self._text:

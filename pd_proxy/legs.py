@@ -83,10 +83,7 @@ class TwoLegs:
     written: Written | None = None  # of an answer that may move
     begun: Written | None = None  # of one that may begin with P's token; afterwards, whether it is to move behind that
     failed: str = ""  # the URL of the decode server that has just failed the request
-    _first_token: FirstToken | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._first_token = None if self.begun is None else FirstToken(self.client, self.begun)
+    _first_token: FirstToken | None = field(default=None, init=False)  # of the decode leg that runs
 
     async def serve(self) -> None:
         """Serve the request to its end.
@@ -142,15 +139,13 @@ class TwoLegs:
     async def _in_turn(self, answer: Body, server: Server) -> None:
         """Run the decode leg with what P has answered."""
         self.client.record.legs = Legs.IN_TURN
-        if self._first_token is not None:
-            self._first_token.hold(answer)
         told = self.upstream.api.figures.of(answer)
 
         async def details() -> PromptDetails:
             return told
 
         body = decode_body(self.upstream.api, self.body, answer["kv_transfer_params"])
-        await self._run_decode(body, details, partial(self._judge, server, None))
+        await self._run_decode(body, details, partial(self._judge, server, None), answer)
 
     async def alone(self, reason: str) -> None:
         """Have a decode server serve the whole request, for this reason."""
@@ -214,17 +209,23 @@ class TwoLegs:
 
     def _text_ended(self, failure: Failure) -> bool:
         """Return whether a prefill leg handed nothing over because its token ends the text, as it may."""
-        may_end = self._first_token is not None or self.upstream.api.may_end_at_once
+        may_end = self.begun is not None or self.upstream.api.may_end_at_once
         return may_end and isinstance(failure, NothingHandedOver) and failure.text_ended
 
     async def _run_prefill(self, server: Server, transfer_id: str | None = None) -> Body:
-        used = self._first_token is not None
+        used = self.begun is not None
         return await run_prefill(self.upstream, self.client, server, self.body, transfer_id, used=used)
 
     async def _run_decode(
-        self, body: Body, details: Details | None, may_answer: Callable[[int], Awaitable[None]] = at_once
+        self,
+        body: Body,
+        details: Details | None,
+        may_answer: Callable[[int], Awaitable[None]] = at_once,
+        answer: Body | None = None,
     ) -> None:
-        first = self._first_token
+        first = self._first_token = None if self.begun is None else FirstToken(self.client, self.begun)
+        if first is not None and answer is not None:
+            await first.send(answer)
         try:
             await run_decode(
                 self.upstream, self.client, body, may_answer=may_answer, first_token=first, details=details,

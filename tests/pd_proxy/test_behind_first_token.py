@@ -1,9 +1,10 @@
 """An answer that has begun with P's own token, where D cannot go on behind it, and chats that begin so."""
 
 import json
+import re
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 import httpx
 import pytest
@@ -64,23 +65,34 @@ async def goes_on(received: Received, wire: Wire) -> None:
     await wire.end()
 
 
-def ask_two(proxy: Proxy, d: FakeServer, script: Script, then: Script) -> bytes:
-    """A stream whose decode server gets the whole request and then, when the client has P's token, the rest."""
+@contextmanager
+def p_has_answered(proxy: Proxy, *ds: FakeServer) -> Iterator[threading.Event]:
+    """An event that is set when P has answered the request that one of these decode servers has."""
     gate = threading.Event()
 
-    async def both(received: Received, wire: Wire) -> None:
-        if received.body["prompt"] != "a":
-            await then(received, wire)
-        elif "transfer_id" in received.body["kv_transfer_params"]:
-            await waits(gate, script)(received, wire)
-        else:  # in turn, the client gets P's token when this one has answered
-            await script(received, wire)
+    def opens() -> None:
+        until(lambda: any(d.received for d in ds))
+        until(lambda: re.search(r'^pd_proxy_in_flight{leg="prefill".* 0$', proxy.http.get("/metrics").text, re.M))
+        gate.set()
 
-    d.script, got = both, b""
-    with suppress(httpx.RemoteProtocolError), proxy.http.stream("POST", "/v1/completions", json=GREEDY) as response:
-        for piece in response.iter_raw():
-            got += piece
-            gate.set()
+    opener = threading.Thread(target=opens)
+    opener.start()
+    yield gate
+    opener.join()
+
+
+def ask_two(proxy: Proxy, d: FakeServer, script: Script, then: Script) -> bytes:
+    """A stream whose decode server gets the whole request, acts when P has answered, and then gets the rest."""
+    got = b""
+    with p_has_answered(proxy, d) as gate, suppress(httpx.RemoteProtocolError):
+
+        async def both(received: Received, wire: Wire) -> None:
+            await (waits(gate, script) if received.body["prompt"] == "a" else then)(received, wire)
+
+        d.script = both
+        with proxy.http.stream("POST", "/v1/completions", json=GREEDY) as response:
+            for piece in response.iter_raw():
+                got += piece
     return got
 
 
@@ -204,18 +216,26 @@ def test_an_answer_of_which_the_client_has_more_is_broken_off(
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_what_d_refuses_is_the_clients_answer_where_the_legs_go_in_turn(
-    setup: ProxySetup, p: FakeServer, count: int
+@pytest.mark.parametrize("legs", ["in-turn", "together"])
+def test_what_d_refuses_is_the_clients_answer(
+    setup: ProxySetup, p: FakeServer, warnings: Callable[[str], str], legs: str, count: int
 ) -> None:
     """P's leg lacks what D refuses: a limit beyond the context, say."""
-    ds = [setup.server(answers(400, b'{"error": {}}')) for _ in range(count)]
-    proxy = setup.proxy([p], [*ds], legs="in-turn")
-    response = proxy.http.post("/v1/completions", json=GREEDY)
+    ds = [setup.server(completes) for _ in range(count)]
+    proxy = setup.proxy([p], [*ds], legs=legs)
+    for _ in ds:
+        assert greedy_text(proxy) == " grün dich"
+    for one in ds:
+        one.received.clear()
+    with p_has_answered(proxy, *ds) as gate:
+        for one in ds:
+            one.script = waits(gate, answers(400, b'{"error": {}}'))
+        response = proxy.http.post("/v1/completions", json=GREEDY)
     assert (response.status_code, response.content) == (400, b'{"error": {}}')
     assert sum(len(one.received) for one in ds) == 1
-    metrics = proxy.http.get("/metrics").text
-    assert "pd_proxy_broken_off_total 0" in metrics
-    assert "pd_proxy_first_tokens_from_prefill_total 0" in metrics
+    assert f"legs={legs}" in warnings("status=400")
+    assert "first_token=prefill" not in warnings("status=400")
+    assert "pd_proxy_broken_off_total 0" in proxy.http.get("/metrics").text
 
 
 def test_where_no_d_takes_the_request_the_client_gets_a_status(

@@ -137,6 +137,7 @@ def continued(first: str, *pieces: bytes) -> bytes:
 
     async def scenario() -> bytes:
         token = first_token(nowhere)
+        await token.release()
         await token.send(prefilled(first))
         assert await token.is_sent()
         return b"".join([piece async for piece in token.continued("http://d", stream())])
@@ -155,6 +156,7 @@ def test_a_token_behind_a_prompt_that_was_cut_is_none_of_the_text(is_cut: bool) 
 
     async def scenario() -> bool:
         token = first_token(nowhere)
+        await token.release()
         await token.send(prefilled(" gr", prompt_is_cut=is_cut))
         return await token.is_sent()
 
@@ -171,6 +173,7 @@ def test_d_goes_on_only_behind_it_though_the_client_is_slow_to_take_it() -> None
             order.append(message["type"])
 
         token = first_token(slow)
+        await token.release()
 
         async def goes_on() -> None:
             assert await token.is_sent()
@@ -185,6 +188,22 @@ def test_d_goes_on_only_behind_it_though_the_client_is_slow_to_take_it() -> None
         assert order == ["http.response.start", "http.response.body", "D"]
 
     anyio.run(scenario)
+
+
+def test_it_waits_until_d_has_taken_the_request() -> None:
+    async def scenario() -> list[str]:
+        sent: list[str] = []
+
+        async def noted(message: MutableMapping[str, Any]) -> None:
+            sent.append(message["type"])
+
+        token = first_token(noted)
+        await token.send(prefilled(" gr"))
+        assert not sent
+        await token.release()
+        return sent
+
+    assert asyncio.run(scenario()) == ["http.response.start", "http.response.body"]
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 100])
