@@ -25,6 +25,7 @@ _TO_ITS_END: Body = {"ignore_eos": True}
 _ONE_SAMPLE: Body = {"max_tokens": 1, "n": 1, "temperature": 0.0} | _TO_ITS_END
 
 _EARLIER, _BACKGROUND = "an earlier response", "in the background"
+SEVERAL = "several prompts"
 CUT = "a prompt cut to what the output leaves"
 #: Why only the decode server that keeps a response can serve a request.
 KEPT = frozenset({_EARLIER, _BACKGROUND})
@@ -82,7 +83,7 @@ def _texts(body: Body) -> str | None:
         return "prompt embeddings"
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) != 1 and not all(isinstance(item, int) for item in prompt):
-        return "several prompts"
+        return SEVERAL
     return None
 
 

@@ -21,6 +21,7 @@ from pd_proxy.legs import TwoLegs
 from pd_proxy.moves import Written, has_no_limit, may_move
 from pd_proxy.parameters import undivided_reason
 from pd_proxy.settings import FirstTokenFrom, Legs
+from pd_proxy.several import Several, can_part
 from pd_proxy.spans import Tracing
 from pd_proxy.upstream import Upstream
 
@@ -119,6 +120,9 @@ class Generation(Exchange):
         record.streams = body.get("stream") is True
         detour, is_cut = self._upstream.detour, self._upstream.control.prompts_are_cut
         reason = undivided_reason(self._upstream.api, body, is_cut=is_cut)
+        if can_part(reason, body, is_cut=is_cut):
+            await Several(self, request.scope, client, body).serve()
+            return
         size = PromptSize.of(body) if detour.is_asked and reason is None else None
         if size is not None:
             record.choice = detour.choice(size, streams=record.streams)

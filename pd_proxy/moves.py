@@ -50,7 +50,7 @@ _NEUTRAL_IN_CHATS: dict[str, tuple[Any, ...]] = {
 #: Members that are the same in all events of an answer.
 _HEAD = ("id", "object", "created", "model")
 #: What is raised where an answer is nothing that vLLM sends.
-_NOT_VLLMS = (LookupError, ValueError, TypeError, AttributeError, OverflowError)
+NOT_VLLMS = (LookupError, ValueError, TypeError, AttributeError, OverflowError)
 #: vLLM's own, of a text completion that says nothing.
 _FEW_TOKENS = 16
 
@@ -129,7 +129,7 @@ class Written:
             text = message["content"]
             if not text or text.endswith("\ufffd") or 0 < self._room <= len(prompt) + 1:
                 return "", b""
-        except _NOT_VLLMS:  # who asks for ids
+        except NOT_VLLMS:  # who asks for ids
             return "", b""
         self._prompt, self._tokens, self._whole = prompt, tokens, 1
         self._head = {name: answer.get(name) for name in _HEAD}
@@ -207,7 +207,7 @@ class Written:
                 self._count(event)
             self._head = self._head or {name: event.get(name) for name in _HEAD}
             return event_of(event) if is_shown else b""
-        except _NOT_VLLMS:  # or the end, or an error
+        except NOT_VLLMS:  # or the end, or an error
             self._is_open = False
             return raw + EVENT_END
 

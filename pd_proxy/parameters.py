@@ -36,7 +36,8 @@ whose KV cache D can take over; ``undivided_reason`` names the others, which D c
 
 - A prompt that is cut to what the output leaves of the context (``truncate_prompt_tokens`` -1; ``truncation`` of
   responses): until 0.31, vLLM would cut P's prompt, which has an output of one token, elsewhere.
-- Several prompts, or embeddings for a prompt: one ``kv_transfer_params`` belongs to one prompt of tokens.
+- Embeddings for a prompt: ``kv_transfer_params`` belong to one prompt of tokens. Several prompts, unless all are texts
+  or all are token ids and nothing else is against it: then each is a request of its own (``several``).
 - Beam search: vLLM leaves ``kv_transfer_params`` out of the requests that it makes of the beams.
 - Log-probabilities of the prompt (``prompt_logprobs``; ``echo`` with logprobs): they come from computing the prompt, so
   vLLM takes no cached or transferred KV for such a request. In chat, ``echo`` alone already asks for them.

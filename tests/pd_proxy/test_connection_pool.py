@@ -408,7 +408,7 @@ def test_a_proxy_without_ports_blames_no_server(
 def test_a_proxy_without_sockets_blames_no_server(p: FakeServer, d: FakeServer) -> None:
     with ProxyProcess(["-m", "pd_proxy", "--prefill", p.url, "--decode", d.url]) as proxy:
         port = int(proxy.url.rpartition(":")[2])
-        ask_at_once(port, [["a", "b"]])  # by D alone; what is imported on the first request is, then
+        ask_at_once(port, [["a", 7]])  # by D alone; what is imported on the first request is, then
         soft, hard = resource.prlimit(proxy.pid, resource.RLIMIT_NOFILE)
         numbers = {int(one.name) for one in Path(f"/proc/{proxy.pid}/fd").iterdir()}
         unused = min(set(range(max(numbers) + 2)) - numbers)

@@ -117,7 +117,7 @@ def test_what_generates_nothing_is_not_shown(proxy: Proxy) -> None:
 
 def test_how_often_each_way_was_chosen_is_shown_by_reason(setup: ProxySetup, p: FakeServer, d: FakeServer) -> None:
     proxy = setup.proxy([p], [d], status_page=True, prefill_from=3)
-    for prompt in ([1], [1] * 3, [1] * 4, ["several", "prompts"]):
+    for prompt in ([1], [1] * 3, [1] * 4, ["several", 7]):
         proxy.complete(prompt=prompt)
     until(lambda: len(state(proxy)["ended"]) == 4)
     assert state(proxy)["choices"] == [

@@ -42,10 +42,10 @@ def test_choices_share_one_prompt(proxy: Proxy, p: FakeServer, d: FakeServer, pa
 def test_a_request_that_cannot_be_divided_goes_to_decode_alone_and_is_counted(
     proxy: Proxy, p: FakeServer, d: FakeServer, access_lines: Callable[[int], list[str]]
 ) -> None:
-    response = proxy.complete(prompt=["a", "b"], kv_transfer_params={"remote_host": "evil"})
+    response = proxy.complete(prompt=["a", [7]], kv_transfer_params={"remote_host": "evil"})
     assert response.json() == {"choices": [{"text": " the answer"}]}
     assert p.received == []
-    assert d.bodies == [{"model": "tiny", "prompt": ["a", "b"]}]
+    assert d.bodies == [{"model": "tiny", "prompt": ["a", [7]]}]
     assert "not disaggregated: several prompts" in access_lines(1)[0]
     assert 'pd_proxy_not_disaggregated_total{reason="several prompts"} 1' in proxy.http.get("/metrics").text
 

@@ -152,7 +152,7 @@ def test_an_answer_that_is_there_before_ps_waits_for_its_figures(setup: ProxySet
 
 def test_figures_of_a_decode_server_that_prefilled_itself_are_its_own(setup: ProxySetup, p: FakeServer) -> None:
     proxy = setup.proxy([p], [setup.server(decodes_with_figures)])
-    assert proxy.complete(prompt=["a", "b"]).content == WHOLE
+    assert proxy.complete(prompt=["a", 7]).content == WHOLE
 
 
 def test_ps_other_figures_are_taken_too_and_ds_kept(setup: ProxySetup) -> None:

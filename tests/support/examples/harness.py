@@ -98,10 +98,10 @@ class RawClient:
         self._socket.close()
 
 
-def ask_at_once(port: int, prompts: Sequence[str | list[str]]) -> list[bytes]:
+def ask_at_once(port: int, prompts: Sequence[object]) -> list[bytes]:
     """The whole answers, head and body, to clients that ask for completions in the same moment."""
 
-    async def ask(prompt: str | list[str]) -> bytes:
+    async def ask(prompt: object) -> bytes:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         body = json.dumps({"prompt": prompt}).encode()
         head = b"POST /v1/completions HTTP/1.1\r\nHost: proxy\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
