@@ -23,7 +23,6 @@ logger = logging.getLogger(__name__)
 
 #: vLLM's own name for its servers' key. Not OPENAI_API_KEY: that one is often the key of another service.
 _KEY_VARIABLE = "VLLM_API_KEY"
-_MAX_PORT = 65535
 
 #: How vLLM's example proxies call a server of a leg, and what they take where only hosts or only ports are given.
 _NAMES = {Leg.PREFILL: "prefiller", Leg.DECODE: "decoder"}
@@ -78,6 +77,7 @@ def uvicorn_config(app: Starlette, server: Server) -> uvicorn.Config:
         access_log=False,
         log_config=None,
         server_header=False,
+        proxy_headers=False,
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=server.shutdown_timeout_s,
     )
@@ -124,8 +124,8 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[Settings, Server]:
         settings = Settings(**{one.name: getattr(options, one.name) for one in fields(Settings)})
     except ValueError as error:
         parser.error(str(error))
-    if not 0 <= options.port <= _MAX_PORT:  # the socket would take the rest of a division by 65536
-        parser.error(f"--port is {options.port}; it must be in 0..{_MAX_PORT}")
+    if not 0 <= options.port <= 65535:  # the socket would take the rest of a division by 65536
+        parser.error(f"--port is {options.port}; it must be in 0..65535")
     if options.shutdown_timeout_s < 0:
         parser.error(f"--shutdown-timeout is {options.shutdown_timeout_s}; it must be 0 or more seconds")
     return settings, Server(options.host, options.port, options.shutdown_timeout_s)

@@ -57,7 +57,7 @@ class Api:
     """One API of vLLM: where its requests and answers have what matters for two legs. Each is equal to itself alone."""
 
     path: str
-    one_token: Body  # has a request compute its prompt and one token
+    one_token: Body  # has a request compute its prompt and one token; empty if the path does not generate
     undivided: Callable[[Body], str | None] = lambda _: None  # why D serves a request alone, by this API's own rules
     sampling: str = ""  # the member that has the sampling parameters; empty if the body itself has them
     is_chat: bool = False
@@ -66,11 +66,6 @@ class Api:
     preludes: tuple[bytes, ...] = ()  # events of a stream that tell nothing of what is computed
     errors: ErrorShape = ErrorShape.OPENAI
     dropped: Callable[[Body], frozenset[str]] = lambda _: frozenset()  # from the prefill leg, beside all APIs' own
-
-    @property
-    def may_end_at_once(self) -> bool:
-        """Whether a prefill leg's token may end the text, because nothing forbids it."""
-        return "ignore_eos" not in self.one_token
 
     def parameters(self, body: Body) -> Body:
         """Return a request's sampling parameters."""

@@ -22,12 +22,10 @@ from typing import Any, Self
 import aiohttp
 
 from pd_proxy import headers as passed
+from pd_proxy.headers import HeaderList
 from pd_proxy.settings import Settings
 
 logger = logging.getLogger(__name__)
-
-#: A character for each byte (Latin-1), as Starlette has them.
-HeaderList = list[tuple[str, str]]
 
 #: Idle connections are given up before vLLM's HTTP server gives them up (5 s).
 _IDLE_CONNECTION_S = 2.0
@@ -68,19 +66,14 @@ class Response(aiohttp.ClientResponse):
             aiohttp.ClientConnectionResetError: the server has not taken the request.
             aiohttp.ClientError: there is no answer, for another reason.
         """
-        proof = True
-
-        def end_proof() -> None:
-            nonlocal proof
-            proof = False
-
+        too_late = asyncio.Event()  # for a proof
         assert connection.protocol is not None
         self._lost = lost = connection.protocol.closed
         try:
-            with _after(_PROOF_S, end_proof):
+            with _after(_PROOF_S, too_late.set):
                 await super().start(connection)
         except aiohttp.ClientOSError as error:
-            if proof and error.errno in _RESETS:
+            if error.errno in _RESETS and not too_late.is_set():
                 raise aiohttp.ClientConnectionResetError(*error.args) from error
             raise
         if lost is not None and self.connection is not None:  # else the answer is whole, and its connection given back

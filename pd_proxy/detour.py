@@ -87,11 +87,6 @@ class Detour:
         self._credit = 0.0  # tokens that D may compute alone
         self._ways: dict[int, _Ways] = {}
 
-    @property
-    def is_asked(self) -> bool:
-        """Whether any prompt could do without the detour."""
-        return self._from != 0
-
     def choice(self, size: PromptSize, *, streams: bool) -> Choice:
         """Choose the way of a prompt. Only if it ``streams``, its first-token time can teach something."""
         if size.has_media:

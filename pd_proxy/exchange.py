@@ -34,8 +34,6 @@ _LAST_WORD_S = 0.5
 class Exchange(ABC):
     """The ASGI endpoint of one path."""
 
-    generates = True
-
     def __init__(self, upstream: Upstream, journal: Journal, tracing: Tracing) -> None:
         self._upstream = upstream
         self._journal = journal
@@ -44,7 +42,7 @@ class Exchange(ABC):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request to its end; log it, however it ends."""
         api = self._upstream.api
-        record = self._journal.open(api.path, generates=self.generates)
+        record = self._journal.open(api.path, generates=bool(api.one_token))
         client = Client(scope, send, record, api.errors)
         record.trace = self._tracing.request(scope["method"], api.path, client.headers)
         try:
@@ -123,7 +121,7 @@ class Generation(Exchange):
         if can_part(reason, body, is_cut=is_cut):
             await Several(self, request.scope, client, body).serve()
             return
-        size = PromptSize.of(body) if detour.is_asked and reason is None else None
+        size = PromptSize.of(body) if reason is None and self._upstream.settings.prefill_from else None
         if size is not None:
             record.choice = detour.choice(size, streams=record.streams)
             reason = record.choice.reason if record.choice.alone else None

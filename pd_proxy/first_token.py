@@ -85,20 +85,17 @@ class FirstToken:
         """
         missing, buffered = self._text, b""
         async for piece in pieces:
-            buffered += piece
+            buffered, passed = buffered + piece, b""
             while missing and EVENT_END in buffered:
                 raw, _, buffered = buffered.partition(EVENT_END)
-                if raw.startswith(COMMENT):
-                    yield raw + EVENT_END
-                    continue
-                missing, rest = self._without(url, missing, raw)
-                if rest:
-                    self.is_followed = True
-                    yield rest
-            if not missing and buffered:
-                self.is_followed = True
-                yield buffered
-                buffered = b""
+                is_comment = raw.startswith(COMMENT)
+                missing, rest = (missing, raw + EVENT_END) if is_comment else self._without(url, missing, raw)
+                passed += rest
+            if not missing:
+                passed, buffered = passed + buffered, b""
+            if passed:
+                self.is_followed = not missing
+                yield passed
         if missing or buffered:
             raise self._differs(url, buffered)
 

@@ -6,6 +6,9 @@ from collections.abc import Iterable
 
 from starlette.datastructures import Headers
 
+#: A character for each byte (Latin-1), as Starlette has them.
+HeaderList = list[tuple[str, str]]
+
 REQUEST_ID = "x-request-id"
 
 #: Headers that belong to one connection (RFC 9110, section 7.6.1), not to the message.
@@ -34,7 +37,7 @@ def request_id(headers: Headers, body: dict[str, object]) -> str:
     return uuid.uuid4().hex
 
 
-def to_server(headers: Headers, identity: str, api_key: str | None, *, relayed: bool) -> list[tuple[str, str]]:
+def to_server(headers: Headers, identity: str, api_key: str | None, *, relayed: bool) -> HeaderList:
     """Return a client's headers as they are sent to a server.
 
     Args:

@@ -96,8 +96,7 @@ class TwoLegs:
             LegFailed, LegRefused: no prefill server served, or the decode server failed.
             ClientDisconnect: the client left.
         """
-        once = True
-        untried = self.upstream.prefill.in_order()
+        record, untried = self.client.record, self.upstream.prefill.in_order()
         while True:
             server = untried.pop(0)
             failure = await self._serve_with(server)
@@ -106,7 +105,7 @@ class TwoLegs:
             let_go_of_bodies(failure)
             if failure.retry is not Retry.NO:
                 self.upstream.control.forget(server.url)
-            if failure.retry is Retry.NO or (failure.retry is Retry.ONCE and not once):
+            if failure.retry is Retry.NO or (failure.retry is Retry.ONCE and record.prefill_retries):
                 raise failure
             if not untried:
                 if self.upstream.settings.without_prefill != WithoutPrefill.DECODE:
@@ -115,8 +114,7 @@ class TwoLegs:
                 await self.alone(NO_PREFILL)
                 return
             if failure.retry is Retry.ONCE:
-                once = False
-                self.client.record.prefill_retries += 1
+                record.prefill_retries += 1
                 logger.warning("prefill server %s failed (%s): the request goes to another", server.url, failure)
 
     async def _serve_with(self, server: Server) -> Failure | None:
@@ -209,7 +207,7 @@ class TwoLegs:
 
     def _text_ended(self, failure: Failure) -> bool:
         """Return whether a prefill leg handed nothing over because its token ends the text, as it may."""
-        may_end = self.begun is not None or self.upstream.api.may_end_at_once
+        may_end = self.begun is not None or "ignore_eos" not in self.upstream.api.one_token
         return may_end and isinstance(failure, NothingHandedOver) and failure.text_ended
 
     async def _run_prefill(self, server: Server, transfer_id: str | None = None) -> Body:

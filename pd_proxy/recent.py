@@ -29,8 +29,7 @@ _LONGEST_FAILURE = 300
 class RequestSummary:
     """A request at one moment. Times are seconds since it came in, or None while it has not come to that."""
 
-    number: int  # in the order in which requests came in
-    place: int  # in the order in which they ended; 0 while it is under way
+    place: int  # in the order in which requests ended; 0 while it is under way
     identity: str
     path: str
     at: float  # when it came in, seconds of Unix time
@@ -77,23 +76,21 @@ class Recent:
 
     def __init__(self) -> None:
         self._started = time.monotonic()
-        self._begun = 0
         self._places = 0
-        self._under_way: dict[Record, int] = {}  # to its number; the oldest first
+        self._under_way: dict[Record, None] = {}  # the oldest first
         self._ended: deque[RequestSummary] = deque(maxlen=MAX_ENDED)
         self._outcomes: deque[_Outcome] = deque(maxlen=MAX_COUNTED)
         self._choices: Counter[Choice] = Counter()
 
     def begin(self, record: Record) -> None:
         """A request has come in."""
-        self._begun += 1
-        self._under_way[record] = self._begun
+        self._under_way[record] = None
 
     def end(self, record: Record) -> None:
         """A request is over."""
-        number = self._under_way.pop(record)
+        del self._under_way[record]
         self._places += 1
-        self._ended.append(_summary(record, number, self._places))
+        self._ended.append(_summary(record, self._places))
         ended, failed = record.ended or time.monotonic(), bool(record.failure)
         self._outcomes.append(_Outcome(ended, record.first_token_s, record.handover_s, failed))
         if record.choice is not None:
@@ -105,8 +102,7 @@ class Recent:
 
     def under_way(self) -> list[RequestSummary]:
         """Return the requests under way, the oldest first."""
-        shown = list(self._under_way.items())[:MAX_UNDER_WAY]
-        return [_summary(record, number) for record, number in shown]
+        return [_summary(record) for record in list(self._under_way)[:MAX_UNDER_WAY]]
 
     def ended_after(self, place: int) -> list[RequestSummary]:
         """Return the requests that ended behind this place and within the last minutes, in that order."""
@@ -141,7 +137,7 @@ def _percentile(ordered: list[float], percent: int) -> float | None:
     return ordered[math.ceil(percent * len(ordered) / 100) - 1] if ordered else None
 
 
-def _summary(record: Record, number: int, place: int = 0) -> RequestSummary:
+def _summary(record: Record, place: int = 0) -> RequestSummary:
     def since(moment: float | None) -> float | None:
         return None if moment is None else moment - record.started
 
@@ -149,7 +145,6 @@ def _summary(record: Record, number: int, place: int = 0) -> RequestSummary:
         return None if began is None or seconds is None else began - record.started + seconds
 
     return RequestSummary(
-        number=number,
         place=place,
         identity=record.identity[:_LONGEST_ID],
         path=record.path,

@@ -38,8 +38,6 @@ def relayed_api(path: str) -> Api:
 class Relay(Exchange):
     """The endpoint of a path that one decode server answers as it does without a proxy."""
 
-    generates = False
-
     async def _serve(self, request: Request, client: Client, content: bytes) -> None:
         known, decode = self._upstream.api.path, self._upstream.decode
         if known in STORED and len(decode.members) > 1:

@@ -21,8 +21,9 @@ from http import HTTPStatus
 import aiohttp
 from aiohttp.http_exceptions import HttpProcessingError
 
-from pd_proxy.connection_pool import ClosedAtOnce, Connections, HeaderList, Response
+from pd_proxy.connection_pool import ClosedAtOnce, Connections, Response
 from pd_proxy.error_answers import LegFailed, Retry
+from pd_proxy.headers import HeaderList
 
 logger = logging.getLogger(__name__)
 

@@ -73,9 +73,8 @@ class Settings:
         """
         if not any(urlsplit(url).scheme == "https" for url in self.prefill + self.decode):
             return None
-        named, path = "--ca-file", self.ca_file
-        if path is None:
-            named, path = "SSL_CERT_FILE", os.environ.get("SSL_CERT_FILE")
+        is_given = self.ca_file is not None
+        named, path = ("--ca-file", self.ca_file) if is_given else ("SSL_CERT_FILE", os.environ.get("SSL_CERT_FILE"))
         try:
             context = ssl.create_default_context(cafile=self.ca_file)
             if path:

@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from pd_proxy.headers import HeaderList
+
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import Span, Tracer
 
 _HEADERS = ("traceparent", "tracestate")
-
-HeaderList = list[tuple[str, str]]
 
 
 class Trace:

@@ -6,9 +6,9 @@ from starlette.datastructures import Headers
 
 from pd_proxy import headers as passed
 from pd_proxy.apis import Api
-from pd_proxy.connection_pool import HeaderList
 from pd_proxy.control import CircuitBreaker, ControlAddresses
 from pd_proxy.detour import Detour
+from pd_proxy.headers import HeaderList
 from pd_proxy.servers import Servers
 from pd_proxy.settings import Settings
 

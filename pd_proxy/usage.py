@@ -11,6 +11,7 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,16 +138,10 @@ async def corrected_whole(content: bytes, figures: Figures, details: Details) ->
         return content
     for before in reversed(list(figures.key().finditer(content))):
         found = _OBJECT.match(content, before.end())
-        if found is not None and _is(found[0], told):
-            return content[: found.start()] + figures.replaced(found[0], await details()) + content[found.end() :]
+        with suppress(ValueError):
+            if found is not None and json.loads(found[0]) == told:
+                return content[: found.start()] + figures.replaced(found[0], await details()) + content[found.end() :]
     return content
-
-
-def _is(raw: bytes, told: dict[str, Any]) -> bool:
-    try:
-        return bool(json.loads(raw) == told)
-    except ValueError:
-        return False
 
 
 def _count(value: object) -> int | None:
