@@ -309,7 +309,7 @@ class ConnectorScheduler:
             "compared anew", by,
         )  # fmt: skip
         self._forget_model()
-        self._device_is_outdated = True
+        self._device_is_outdated = self._blocks.holds_anything
         self._model_changes += 1
 
     def shutdown(self) -> None:
@@ -412,6 +412,7 @@ class ConnectorScheduler:
             LeasedStates(self._blocks, self._retentions, self._prompts),
             self._hashes if config.serve_prefixes and not self._unshared else None, self._retentions,
             drafts_late=drafts_late(vllm_config), wants_blocks=lambda: admission.wants_blocks,
+            is_outdated=lambda: self._device_is_outdated,
         )  # fmt: skip
 
     def _make_bootstrap(self, producer: Producer) -> SchedulerRole:

@@ -119,6 +119,11 @@ class DeviceBlocks:
         return bool(self.manager.enable_caching)
 
     @property
+    def holds_anything(self) -> bool:
+        """Whether vLLM may still find or use what has been computed so far."""
+        return bool(len(self.manager.block_pool.cached_block_hash_to_block)) or self.free < self.total
+
+    @property
     def left_by_hits(self) -> int:
         """How many tokens at the end of those that are cached of a prompt a hit leaves to be computed, at least.
 

@@ -90,6 +90,7 @@ class PrefixService:
         clock: Callable[[], float] = time.monotonic,
         *,
         wants_blocks: Callable[[], bool],
+        is_outdated: Callable[[], bool] = lambda: False,
     ) -> None:
         """Start without questions.
 
@@ -105,7 +106,10 @@ class PrefixService:
             clock: monotonic, in seconds.
             wants_blocks: returns whether requests wait for blocks of the device. Then it lends none: who waits for
                 leases to end would wait for ever.
+            is_outdated: returns whether another model has computed what is found here. Whoever asks would keep it under
+                the present one's name.
         """
+        self._is_outdated = is_outdated
         self._wants_blocks = wants_blocks
         self._clock = clock
         self._blocks = blocks
@@ -193,6 +197,8 @@ class PrefixService:
         own = Found(engine_id, self._hashes.hashing, self._blocks.hash_tokens)
         if is_late:
             return _busy(own)
+        if self._is_outdated():
+            return msgspec.structs.replace(own, reason="another model has computed what it holds: reset its caches")
         found = [each for each in self._prefixes(find, unfinished) if each.tokens >= max(find.least_tokens, 1)]
         is_short = self._wants_blocks()
         offers = [

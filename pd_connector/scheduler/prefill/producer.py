@@ -67,6 +67,7 @@ class Producer(SchedulerRole):
         *,
         drafts_late: bool = False,
         wants_blocks: Callable[[], bool] = lambda: False,
+        is_outdated: Callable[[], bool] = lambda: False,
     ) -> None:
         """Bind the control channel and start answering.
 
@@ -87,6 +88,7 @@ class Producer(SchedulerRole):
             groups: what vLLM keeps of a request in every cache group.
             drafts_late: whether a step may have ended for vLLM before it has written all layers.
             wants_blocks: returns whether requests wait for blocks of the device.
+            is_outdated: returns whether another model has computed what vLLM finds here.
 
         Raises:
             ControlStartError: host and port cannot be bound.
@@ -111,7 +113,7 @@ class Producer(SchedulerRole):
         if hashes is not None:
             service.prefixes = PrefixService(
                 blocks, hashes, groups, self._announcer.being_written, self._lend, engine.wake, self._server.changed,
-                wants_blocks=wants_blocks,
+                wants_blocks=wants_blocks, is_outdated=is_outdated,
             )  # fmt: skip
         self._server.start()
         self._refusals_taken: Counter[str] = Counter()

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support.simulation.prefix_engines import FIRST, a_holder, asker, compute, hold
 from tests.support.simulation.vllm_schedulers import ClientRequest, EngineSim, World
 
 PROMPT = list(range(64))
@@ -45,6 +46,7 @@ def test_a_prefill_engine_is_proven_again_once_vllm_finds_nothing_of_the_old_mod
         ids.append(engine.service.engine_id)
 
     reset(True)
+    computed(world, engine, "old")
     engine.side.model_changed("a test")
     ids.append(engine.service.engine_id)
     engine.ask(ClientRequest("busy", PROMPT, 5))
@@ -57,3 +59,28 @@ def test_a_prefill_engine_is_proven_again_once_vllm_finds_nothing_of_the_old_mod
     assert changed == in_vain
     assert after == again
     assert len({before, changed, after}) == 3
+
+
+def test_nothing_is_lent_to_peers_until_vllm_finds_nothing_of_the_old_model(world: World) -> None:
+    """They would keep it, under the name of the new one, when this engine is reset."""
+    holder = a_holder(world, slots=100, host_transfers="auto")
+    hold(world, holder, FIRST)
+    holder.side.model_changed("a test")
+    finder = asker(world, holder)
+    compute(world, finder, [*FIRST, 1])
+    assert (finder.counts["prefixes: asked"], holder.counts["prefixes_served: found"]) == (1, 0)
+    assert holder.scheduler.reset_prefix_cache()
+    assert finder.scheduler.reset_prefix_cache()
+    hold(world, holder, FIRST)
+    compute(world, finder, [*FIRST, 2])
+    assert holder.counts["prefixes_served: found"] == 1
+
+
+def test_an_engine_that_held_nothing_when_its_model_changed_lends_at_once(world: World) -> None:
+    holder = a_holder(world)
+    hold(world, holder, FIRST)
+    assert holder.scheduler.reset_prefix_cache()
+    holder.side.model_changed("a test")
+    hold(world, holder, FIRST)
+    compute(world, asker(world, holder), [*FIRST, 1])
+    assert holder.counts["prefixes_served: found"] == 1
