@@ -136,6 +136,7 @@ class PeerPrefixes(SchedulerRole):
         self._begun: dict[bytes, _Asking | _Pulling] = {}  # every one of them, by the first block that is missing
         self._to_prove: dict[str, tuple[RemotePrefill, int]] = {}  # by request: an untried peer, and tokens held here
         self._asked: set[str] = set()  # requests that are not asked for again
+        self._queued: dict[str, float] = {}  # until when a request waits for others, by request
         self._reader: dict[str, Address | None] = {}  # who has read the beginning of a prompt here, by request
         self._silent_until: LastFew[Address, float] = LastFew(_MOST_KNOWN)
         self._peer_hash_tokens: LastFew[Address, int] = LastFew(_MOST_KNOWN)
@@ -191,6 +192,7 @@ class PeerPrefixes(SchedulerRole):
         """Forget a request. A pull for it goes on: others may find the prefix."""
         request_id = request.request_id
         self._asked.discard(request_id)
+        self._queued.pop(request_id, None)
         self._reader.pop(request_id, None)
         self._waiting.pop(request_id, None)
         if (asking := self._asking.pop(request_id, None)) is not None:
@@ -246,11 +248,11 @@ class PeerPrefixes(SchedulerRole):
             return False
         key = bytes(request.block_hashes[number])
         if (same := self._begun.get(key)) is not None:
-            return self._clock() < same.give_up_at
+            return self._clock() < same.give_up_at and self._waits_for_others(request, missing)
         # Not those that are late: vLLM may leave them aside for long, because of their adapters for example.
         under_way: list[_Asking | _Pulling] = [*self._asking.values(), *self._waiting.values()]
         if sum(self._clock() < each.give_up_at for each in under_way) >= _MAX_UNDER_WAY:
-            return True
+            return self._waits_for_others(request, missing)
         self._asked.add(request.request_id)
         in_host = self._held_in_host(request, computed_tokens)
         least = computed_tokens + in_host + self._rate.least_tokens
@@ -264,6 +266,14 @@ class PeerPrefixes(SchedulerRole):
         self._asking[request.request_id] = self._begun[key] = asking
         self.counts["prefixes", "asked"] += 1
         return True
+
+    def _waits_for_others(self, request: "Request", missing: int) -> bool:
+        """Return whether a request goes on waiting for others: for no longer than computing what it lacks takes."""
+        until = self._queued.setdefault(request.request_id, self._clock() + self._rate.seconds_for(missing))
+        if self._clock() < until:
+            return True
+        self._asked.add(request.request_id)
+        return False
 
     def _forget_key(self, begun: "_Asking | _Pulling") -> None:
         if self._begun.get(begun.key) is begun:

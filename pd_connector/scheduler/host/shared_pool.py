@@ -253,16 +253,14 @@ class SharedPool(SchedulerRole):
         if missing < worth_it or is_decode_leg(request.kv_transfer_params) or computes_whole_prompt(request):
             return False
         if len(self._asking) + len(self._waiting) >= _MAX_UNDER_WAY:
-            if now < self._queued.setdefault(request_id, now + self._rate.seconds_for(missing)):
-                return True
-            self._asked.add(request_id)
-            return False
+            return self._waits_for_others(request_id, missing)
         hit = self._host.find(request, computed_tokens)
         held = computed_tokens + (hit.tokens if hit is not None else 0)
         first = self._first_missing(request, held)
         if first is not None and (same := self._begun.get(first)) is not None and now < same.give_up_at:
-            self._behind[request_id] = same
-            return True
+            if is_waiting := self._waits_for_others(request_id, missing):
+                self._behind[request_id] = same
+            return is_waiting
         self._asked.add(request_id)
         ends = range((request.num_prompt_tokens - 1) // self._unit * self._unit, held + worth_it - 1, -self._unit)
         if first is None or not ends:
@@ -279,12 +277,19 @@ class SharedPool(SchedulerRole):
         self.counts["pool_prompts", "asked"] += 1
         return True
 
+    def _waits_for_others(self, request_id: str, missing: int) -> bool:
+        """Return whether a request goes on waiting for others: for no longer than computing what it lacks takes."""
+        if self._clock() < self._queued.setdefault(request_id, self._clock() + self._rate.seconds_for(missing)):
+            return True
+        self._asked.add(request_id)
+        return False
+
     def _is_behind(self, request_id: str) -> bool:
-        """Return whether a request waits for what another one has begun. Once that is late, it is computed."""
+        """Return whether a request waits for what another one has begun. Once that takes too long, it is computed."""
         same = self._behind.pop(request_id, None)
         if same is None or self._begun.get(same.key) is not same:
             return False
-        if self._clock() >= same.give_up_at:
+        if self._clock() >= min(same.give_up_at, self._queued[request_id]):
             self._asked.add(request_id)
             return False
         self._behind[request_id] = same

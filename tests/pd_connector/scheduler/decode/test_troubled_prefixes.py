@@ -59,6 +59,22 @@ def test_requests_that_vllm_leaves_aside_do_not_keep_others_from_asking(world: W
     world.run(60.0)
 
 
+def test_a_short_request_waits_neither_for_a_long_one_that_begins_alike_nor_for_many(world: World) -> None:
+    holder = a_holder(world)
+    finder = asker(world, holder, blocks=400)
+    finder.side._rate._per_second = 100.0
+    holder.is_cut = True
+    for number in range(15):
+        finder.ask(ClientRequest(f"r{number}", [*range(1000 + number, 1400 + number)], 1))
+    short = [ClientRequest("alike", FIRST[:60], 1), ClientRequest("other", [*range(900, 960)], 1)]
+    for request in (ClientRequest("long", [*FIRST, *FIRST], 1), *short):
+        finder.ask(request)
+    for _ in range(20):  # a second
+        world.step()
+    assert [request.ended for request in short] == ["finished"] * 2
+    assert finder.computed_of == {"alike-d": 60, "other-d": 60}
+
+
 def test_of_peers_that_requests_name_the_newest_are_remembered(monkeypatch: pytest.MonkeyPatch, world: World) -> None:
     monkeypatch.setattr(peer_prefixes, "_MOST_KNOWN", 2)
     peers = asker(world, a_holder(world)).role_of(PeerPrefixes)

@@ -165,6 +165,17 @@ class TestFinding:
         world.run(20.0)
         assert world.clock.now - began < 3.0
 
+    def test_a_short_request_does_not_wait_for_a_long_one_that_begins_alike(self, world: World) -> None:
+        world.pool.is_stuck = True
+        reader = an_engine(world, blocks=200)
+        reader.side._rate._per_second = 100.0
+        short = ClientRequest("short", FIRST[:60], 1)
+        reader.ask(ClientRequest("long", [*FIRST, *range(5000, 5250)], 1))
+        reader.ask(short)
+        for _ in range(20):  # a second
+            world.step()
+        assert (short.ended, reader.computed_of) == ("finished", {"short-d": 60})
+
     def test_two_requests_for_the_same_fetch_it_once(self, world: World) -> None:
         fill(world)
         reader = an_engine(world)
