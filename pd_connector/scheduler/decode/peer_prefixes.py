@@ -138,6 +138,7 @@ class PeerPrefixes(SchedulerRole):
         self._asked: set[str] = set()  # requests that are not asked for again
         self._queued: dict[str, float] = {}  # until when a request waits for others, by request
         self._reader: dict[str, Address | None] = {}  # who has read the beginning of a prompt here, by request
+        self._unanswered: LastFew[Address, Future[Found]] = LastFew(_MOST_KNOWN)  # for which nobody waits any more
         self._silent_until: LastFew[Address, float] = LastFew(_MOST_KNOWN)
         self._peer_hash_tokens: LastFew[Address, int] = LastFew(_MOST_KNOWN)
         self._orders: list[PullOrder] = []
@@ -282,17 +283,19 @@ class PeerPrefixes(SchedulerRole):
     def _peers_for(self, request: "Request") -> list[Address]:
         """Return the peers to ask for a request: the one that it names alone, if any.
 
-        Not those that have just not answered, or of which a pull is late: it still has its blocks.
+        Not those that have yet to answer, or have just not answered, or of which a pull is late: it still has its
+        blocks.
         """
         try:
             named = prefixes_at(request.kv_transfer_params)
         except ParamsError as error:
             self._warnings.warn("hint", f"PDConnector: {error}. The prompt is computed here")
             return []
+        self._note_late_answers()
         now = self._clock()
         reader = self._reader_of(request) if named is None else None
         peers = (named,) if named else dict.fromkeys((*([reader] if reader else []), *self._peers))
-        late = {pulling.peer for pulling in self._pulling.values() if now >= pulling.give_up_at}
+        late = {pulling.peer for pulling in self._pulling.values() if now >= pulling.give_up_at} | {*self._unanswered}
         return [peer for peer in peers if peer not in late and self._silent_until.get(peer, -math.inf) <= now]
 
     def _reader_of(self, request: "Request") -> Address | None:
@@ -326,7 +329,7 @@ class PeerPrefixes(SchedulerRole):
         for offer in offers:
             if offer is not best:
                 self._cancel(offer)
-        if best is None or best.remote_num_tokens <= asking.least:
+        if is_late or best is None or best.remote_num_tokens <= asking.least:
             self.counts["prefixes", "late" if is_late else "nothing"] += 1
             if best is not None:
                 self._cancel(best)
@@ -353,7 +356,7 @@ class PeerPrefixes(SchedulerRole):
         for peer, answer in asking.asked.items():
             if not answer.done():
                 answer.add_done_callback(partial(self._decline, peer))
-                self._leave_aside(peer)
+                self._unanswered[peer] = answer
                 continue
             try:
                 found = answer.result()
@@ -374,6 +377,13 @@ class PeerPrefixes(SchedulerRole):
                 self._warnings.warn("invalid", f"PDConnector: engine at {peer} was asked for a prefix: {error}")
                 self._decline(peer, answer)
         return offers
+
+    def _note_late_answers(self) -> None:
+        """Leave those aside that have not answered at all. One that answers late may be in time for a longer prompt."""
+        for peer, answer in [each for each in self._unanswered.items() if each[1].done()]:
+            del self._unanswered[peer]
+            if answer.cancelled() or answer.exception() is not None:
+                self._leave_aside(peer)
 
     def _leave_aside(self, peer: Address) -> None:
         """Do not ask a peer for a while."""

@@ -11,7 +11,7 @@ from pd_connector.scheduler.decode import peer_prefixes
 from pd_connector.scheduler.decode.peer_prefixes import PeerPrefixes
 from pd_connector.scheduler.readers import Readers
 from tests.support.simulation.prefix_engines import FIRST, TURN, a_holder, asker, compute, hold
-from tests.support.simulation.vllm_schedulers import ClientRequest, World
+from tests.support.simulation.vllm_schedulers import ClientRequest, EngineSim, World
 from transfer.control.messages import Find, Found
 from transfer.peers import Address
 
@@ -82,6 +82,61 @@ def test_of_peers_that_requests_name_the_newest_are_remembered(monkeypatch: pyte
     for peer in named:
         peers._leave_aside(peer)
     assert [*peers._silent_until] == named[2:]
+
+
+def ask_and_compute_meanwhile(world: World, finder: EngineSim) -> None:
+    """A request asks, and the answer comes when it is computed already."""
+    finder.ask(ClientRequest("late", FIRST, 1))
+    finder.step()
+    world.clock.advance(0.1)
+    world.run(5.0)
+    for _ in range(3):
+        world.step()
+
+
+def test_a_peer_that_answers_too_late_for_a_short_prompt_is_asked_for_the_next_one(world: World) -> None:
+    """It answers with a step of its own; what computing takes 50 ms for may be less."""
+    holder = a_holder(world)
+    finder = asker(world, holder)
+    hold(world, holder, FIRST)
+    finder.side._rate._per_second = 1e5
+    ask_and_compute_meanwhile(world, finder)
+    compute(world, finder, [*range(900, 900 + TURN)])
+    assert (finder.counts["prefixes: asked"], finder.counts["prefixes: late"]) == (2, 1)
+    assert holder.leases == 0, "what is not wanted is declined"
+
+
+def test_a_peer_is_not_asked_while_its_answer_is_late_nor_for_a_while_after_it_has_not_come(world: World) -> None:
+    holder = a_holder(world)
+    finder = asker(world, holder)
+    finder.side._rate._per_second = 1e5
+    holder.is_cut = True
+    ask_and_compute_meanwhile(world, finder)
+    compute(world, finder, [*range(900, 900 + TURN)])
+    for _ in range(60):  # three seconds
+        world.step()
+    for first in (1200, 1500):
+        compute(world, finder, [*range(first, first + TURN)])
+    assert finder.counts["prefixes: asked"] == 1
+    world.clock.advance(peer_prefixes._SILENCE_S)
+    compute(world, finder, [*range(1800, 1800 + TURN)])
+    assert finder.counts["prefixes: asked"] == 2
+
+
+def test_an_answer_that_is_looked_at_when_computing_is_faster_is_declined(world: World) -> None:
+    holder = a_holder(world)
+    finder = asker(world, holder)
+    hold(world, holder, FIRST)
+    finder.ask(ClientRequest("r", [*FIRST, 1], 1))
+    finder.step()
+    for _ in range(2):
+        world.deliver()
+        holder.step()
+    assert holder.leases == 1
+    world.clock.advance(5.0)  # others fill the steps
+    world.run(5.0)
+    assert finder.computed_of["r-d"] == TURN + 1
+    assert (finder.counts["prefixes: late"], finder.counts["prefixes: pulled"], holder.leases) == (1, 0, 0)
 
 
 @pytest.mark.parametrize("too_many", [1, 1000])
