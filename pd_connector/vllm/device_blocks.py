@@ -150,8 +150,12 @@ class DeviceBlocks:
         """
         return tuple(self.manager.block_pool.get_new_blocks(number))
 
+    def pin(self, blocks: HeldBlocks) -> None:
+        """Keep blocks that can be found from being evicted until they are given back. None comes twice."""
+        self.manager.block_pool.touch(blocks)
+
     def give_back(self, blocks: HeldBlocks) -> None:
-        """Give back blocks that were taken. If they can be found, the last of them are evicted first."""
+        """Give back blocks that were taken or pinned. If they can be found, the last of them are evicted first."""
         self.manager.block_pool.free_blocks(reversed(blocks))
 
     def publish_state(

@@ -84,6 +84,7 @@ class _Pulling:
     key: bytes
     give_up_at: float
     blocks: "Mapping[int, tuple[int, HeldBlocks]]"  # by cache group: the first entry of the table, and what is there
+    before: HeldBlocks  # that hold what it extends
     ends: RankEnds
     is_wanted: bool = True  # its contents are valid
 
@@ -419,10 +420,14 @@ class PeerPrefixes(SchedulerRole):
         end = remote.remote_num_tokens - 1
         tables = [kept.needed_blocks(asking.first, end) for kept in self._groups]
         number = sum(len(numbers) for numbers, _ in tables)
-        if standing is not Standing.PROVEN or not self._blocks.has_spare(number):
+        table, _ = self._blocks.longest_prefix(request.block_hashes)
+        before = tuple(block for group in table for block in group if not block.is_null)
+        evictable = sum(not block.ref_cnt for block in before)
+        if standing is not Standing.PROVEN or not self._blocks.has_spare(number + evictable):
             self.counts["prefixes", "unproven" if standing is not Standing.PROVEN else "full"] += 1
             self._cancel(remote)
             return False
+        self._blocks.pin(before)  # without it, what comes could not be found
         taken = self._blocks.take(number)
         blocks, block_ids, used = {}, [], 0
         for group, (numbers, _) in enumerate(tables):
@@ -434,7 +439,7 @@ class PeerPrefixes(SchedulerRole):
         self._orders.append(PullOrder(pull_id, remote, tuple(block_ids), asking.first, end, pull_id))
         pulling = _Pulling(
             request, Address(remote.remote_host, remote.remote_port), asking.first, end, asking.key, asking.give_up_at,
-            blocks, RankEnds(0),
+            blocks, before, RankEnds(0),
         )  # fmt: skip
         self._pulling[pull_id] = self._waiting[request.request_id] = self._begun[asking.key] = pulling
         return True
@@ -450,7 +455,7 @@ class PeerPrefixes(SchedulerRole):
                 self._blocks.publish(pulling.request, group, first, blocks, self._groups[group].block_tokens)
             self.counts["prefixes", "pulled"] += 1
             self.counts["prefix_tokens", ""] += pulling.end - pulling.first
-        self._blocks.give_back(_blocks_of(pulling))
+        self._blocks.give_back((*pulling.before, *_blocks_of(pulling)))
 
 
 def _blocks_of(pulling: _Pulling) -> HeldBlocks:

@@ -10,7 +10,7 @@ import pytest
 from pd_connector.scheduler.decode import peer_prefixes
 from pd_connector.scheduler.decode.peer_prefixes import PeerPrefixes
 from pd_connector.scheduler.readers import Readers
-from tests.support.simulation.prefix_engines import FIRST, TURN, a_holder, asker, compute, hold
+from tests.support.simulation.prefix_engines import BLOCK, FIRST, TURN, a_holder, asker, compute, hold
 from tests.support.simulation.vllm_schedulers import ClientRequest, EngineSim, World
 from transfer.control.messages import Find, Found
 from transfer.peers import Address
@@ -101,8 +101,9 @@ def test_a_peer_that_answers_too_late_for_a_short_prompt_is_asked_for_the_next_o
     hold(world, holder, FIRST)
     finder.side._rate._per_second = 1e5
     ask_and_compute_meanwhile(world, finder)
+    assert (finder.counts["prefixes: asked"], finder.counts["prefixes: late"]) == (1, 1)
     compute(world, finder, [*range(900, 900 + TURN)])
-    assert (finder.counts["prefixes: asked"], finder.counts["prefixes: late"]) == (2, 1)
+    assert finder.counts["prefixes: asked"] == 2
     assert holder.leases == 0, "what is not wanted is declined"
 
 
@@ -137,6 +138,19 @@ def test_an_answer_that_is_looked_at_when_computing_is_faster_is_declined(world:
     world.run(5.0)
     assert finder.computed_of["r-d"] == TURN + 1
     assert (finder.counts["prefixes: late"], finder.counts["prefixes: pulled"], holder.leases) == (1, 0, 0)
+
+
+def test_what_a_prefix_extends_is_not_evicted_for_it(world: World) -> None:
+    holder = a_holder(world)
+    finder = asker(world, holder, blocks=60)
+    hold(world, holder, FIRST)
+    compute(world, finder, FIRST[:96])
+    for first, tokens in ((1000, 432), (2000, 416)):  # all other blocks
+        compute(world, finder, [*range(first, first + tokens)])
+    finder.side._rate._per_second = 200.0  # so that what is missing is worth asking for
+    assert compute(world, finder, [*FIRST, 1])[0] == TURN + 1 - TURN // BLOCK * BLOCK
+    assert finder.counts["prefixes: pulled"] == 1
+    assert finder.blocks_in_use == 0
 
 
 @pytest.mark.parametrize("too_many", [1, 1000])
