@@ -252,7 +252,9 @@ class SharedPool(SchedulerRole):
         worth_it = self._rate.least_tokens
         if missing < worth_it or is_decode_leg(request.kv_transfer_params) or computes_whole_prompt(request):
             return False
-        if len(self._asking) + len(self._waiting) >= _MAX_UNDER_WAY:
+        # Not those that are late: vLLM may leave them aside for long, because of admission for example.
+        under_way: list[_Asking | _Fetch] = [*self._asking.values(), *self._waiting.values()]
+        if sum(now < each.give_up_at for each in under_way) >= _MAX_UNDER_WAY:
             return self._waits_for_others(request_id, missing)
         hit = self._host.find(request, computed_tokens)
         held = computed_tokens + (hit.tokens if hit is not None else 0)

@@ -165,6 +165,19 @@ class TestFinding:
         world.run(20.0)
         assert world.clock.now - began < 3.0
 
+    def test_requests_that_vllm_leaves_aside_do_not_keep_others_from_looking_up(self, world: World) -> None:
+        reader = an_engine(world, blocks=200)
+        pool = pool_of(reader)
+        for number in range(5):
+            reader.ask(ClientRequest(f"r{number}", range_from(10_000 * (1 + number)), 1))
+        requests = [reader.requests[f"r{number}-d"][1] for number in range(5)]
+        assert all(pool.must_wait(request, 0) for request in requests)
+        assert len(pool._asking) == 4
+        world.clock.advance(1.5)  # and vLLM has asked for none of them
+        assert pool.must_wait(requests[4], 0)
+        assert len(pool._asking) == 5
+        world.run(20.0)
+
     def test_a_short_request_does_not_wait_for_a_long_one_that_begins_alike(self, world: World) -> None:
         world.pool.is_stuck = True
         reader = an_engine(world, blocks=200)
