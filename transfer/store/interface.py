@@ -79,6 +79,13 @@ class ObjectStore(ABC):
         """
 
     @abstractmethod
+    def free_buffer(self) -> None:
+        """Free the buffer's memory, of a store that is not used again: many that have failed would fill the machine's.
+
+        Bytes may still arrive.
+        """
+
+    @abstractmethod
     def close(self) -> bool:
         """Let go of the connection and its buffer; return whether that could be done.
 

@@ -98,7 +98,7 @@ class MooncakeStore(ObjectStore):
         self._checked("remove", [self._native.remove(key, True) for key in keys])
 
     def close(self) -> bool:  # noqa: D102
-        self._free_buffer()
+        self.free_buffer()
         try:
             _check_answers(self._client)
         except StoreFailed:
@@ -106,11 +106,8 @@ class MooncakeStore(ObjectStore):
         self._native.close()
         return True
 
-    def _free_buffer(self) -> None:
-        """Free the buffer's pages: a client that is restarted again and again would fill the memory with old ones.
-
-        What still comes late is written to new pages, which nobody reads.
-        """
+    def free_buffer(self) -> None:  # noqa: D102
+        # What still comes late is written to new pages, which nobody reads.
         page = mmap.PAGESIZE
         begin, end = -(-self._buffer.address // page) * page, self._buffer.end // page * page
         if end > begin:  # if it is refused, they are freed when this process ends

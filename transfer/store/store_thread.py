@@ -15,6 +15,8 @@ logger = logging.getLogger(__name__)
 
 #: For how long a store that has failed is not called.
 RETRY_S = 10.0
+#: Connections that are left open after failures: each is a thread of the library's, and address space.
+_MOST_LEFT = 32
 _JOIN_S = 2.0
 
 T = TypeVar("T")
@@ -43,7 +45,7 @@ class StoreThread:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._late_at: float | None = None  # when the job under way has taken too long
         self._closed_until = 0.0
-        self._store: ObjectStore | None = None  # of the thread, as are those that cannot be closed
+        self._store: ObjectStore | None = None  # of the thread, as are those that have failed
         self._left: list[ObjectStore] = []
         self._ends = threading.Event()
         # A call that never returns must not keep the process.
@@ -108,14 +110,27 @@ class StoreThread:
         self._closed_until = self._clock() + RETRY_S
         logger.warning("PDConnector: the pool is not used for %.0f s: %s", RETRY_S, error)
         if not error.keeps_connection:
-            self._let_go()
+            self._leave()
+
+    def _leave(self) -> None:
+        """Use the connection no more. To close it holds up the process, which computes: so only the oldest of many."""
+        if self._store is not None:
+            self._store.free_buffer()
+            self._left.append(self._store)
+            self._store = None
+        if len(self._left) > _MOST_LEFT:
+            self._close(self._left.pop(0))
 
     def _let_go(self) -> None:
         store, self._store = self._store, None
+        if store is not None:
+            self._close(store)
+
+    def _close(self, store: ObjectStore) -> None:
         try:
-            is_closed = store is None or store.close()
+            is_closed = store.close()
         except Exception:
             logger.exception("PDConnector: a connection to the pool cannot be closed")
             is_closed = False
-        if store is not None and not is_closed:
+        if not is_closed:
             self._left.append(store)

@@ -66,6 +66,9 @@ class SimulatedPool(ObjectStore, StoreThread):
     def remove(self, keys: Sequence[str]) -> None:
         raise NotImplementedError("workers are simulated")
 
+    def free_buffer(self) -> None:
+        """Workers are simulated."""
+
     def close(self) -> Any:
         """Nothing to close."""
         return True

@@ -18,7 +18,7 @@ class SharedObjects:
         self.refuses: set[str] = set()  # keys that are not kept
         self.goes_on = threading.Event()  # cleared: calls do not return
         self.goes_on.set()
-        self.opened = self.closed = 0
+        self.opened = self.freed = self.closed = 0
         self.calls: list[tuple[str, int]] = []  # what was called, and with how many keys
 
 
@@ -62,6 +62,9 @@ class InMemoryStore(ObjectStore):
         self._call("remove", keys)
         for key in keys:
             self._shared.objects.pop(key, None)
+
+    def free_buffer(self) -> None:
+        self._shared.freed += 1
 
     def close(self) -> bool:
         self._shared.closed += 1

@@ -13,7 +13,7 @@ import pytest
 from tests.support.store.in_memory import InMemoryStore, SharedObjects
 from tests.support.waiting import ManualClock, until
 from transfer.store.interface import ObjectStore, StoreFailed
-from transfer.store.store_thread import RETRY_S, StoreThread
+from transfer.store.store_thread import _MOST_LEFT, RETRY_S, StoreThread
 
 
 @pytest.fixture
@@ -90,6 +90,20 @@ def test_a_failure_of_the_master_alone_keeps_the_connection(
     clock.advance(RETRY_S)
     assert thread.submit(look, 1.0).result(10) == [False]
     assert (shared.opened, shared.closed) == (1, 0)
+
+
+def test_of_connections_that_have_failed_only_the_oldest_of_many_are_closed(
+    thread: StoreThread, shared: SharedObjects, clock: ManualClock
+) -> None:
+    """To close one holds up the process; each that is left open is a thread."""
+    for _ in range(_MOST_LEFT + 2):
+        shared.fails = False
+        thread.submit(look, 1.0).result(10)
+        shared.fails = True
+        with pytest.raises(StoreFailed):
+            thread.submit(look, 1.0).result(10)
+        clock.advance(RETRY_S)
+    assert (shared.opened, shared.freed, shared.closed) == (_MOST_LEFT + 2, _MOST_LEFT + 2, 2)
 
 
 def test_a_store_that_cannot_be_opened_is_left_alone_too(thread: StoreThread, shared: SharedObjects) -> None:
