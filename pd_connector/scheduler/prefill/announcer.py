@@ -64,6 +64,14 @@ class _Step:
     has_lost: bool = False  # whether there are others of which nobody knows
 
 
+def _have_lost(steps: "Iterable[_Step]", request: "Request") -> bool:
+    """Return whether vLLM has taken the blocks of a request since one of some steps was scheduled to write to them."""
+    request_id = request.request_id
+    return request.num_preemptions > 0 and any(
+        request_id in step.scheduled and step.preemptions.get(request_id, 0) < request.num_preemptions for step in steps
+    )
+
+
 class Announcer:
     """Owns the named prompts of an engine, and the steps that are to be reported."""
 
@@ -218,8 +226,8 @@ class Announcer:
             request = self._requests.get(request_id)
             if request is None:
                 continue
-            if request.num_preemptions and self._under_way(request):
-                return None  # into blocks that it has lost, perhaps, and others have found
+            if _have_lost(self._recent, request) and self._under_way(request):
+                return None  # into blocks that others have found, perhaps
             if request is not besides:
                 ids |= self._unwritten_blocks(request)
         return ids
@@ -235,9 +243,7 @@ class Announcer:
         known = tokens_under_way(request)
         if known is not None:
             return bool(request.num_computed_tokens - known < request.num_prompt_tokens)
-        request_id, newest = request.request_id, reversed(self._recent)
-        steps = [step for step in islice(newest, self._most_under_way) if request_id in step.scheduled]
-        return any(step.preemptions.get(request_id, 0) < request.num_preemptions for step in steps)
+        return _have_lost(islice(reversed(self._recent), self._most_under_way), request)
 
     def finish(self, request: "Request", *, is_granted: bool) -> None:
         """Forget a request. Without a lease, those who follow its prompt are told how it ended."""
@@ -374,7 +380,7 @@ class Announcer:
         if known is None or not self._recent or not self._under_way(request):
             return
         newest = self._recent[-1]  # the last to be forgotten
-        newest.has_lost |= request.num_preemptions > 0
+        newest.has_lost |= _have_lost(self._recent, request)
         newest.left |= self._unwritten_blocks(request)
 
     def _unwritten_blocks(self, request: "Request") -> set[int]:

@@ -244,6 +244,28 @@ def test_a_lease_that_its_readers_have_given_up_is_not_announced_as_complete(sta
     assert engine.service.leases.active == 0
 
 
+def test_what_is_being_written_is_known_again_once_all_steps_from_before_a_preemption_have_ended(
+    start_prefill: StartPrefill,
+) -> None:
+    """Not only once the request has ended: with asynchronous scheduling, a step of it is always under way."""
+    engine = start_prefill(asynchronous=True)
+    request = engine.ask("r", a_prompt(400), "t")
+    before = engine.schedule()
+    engine.preempt(request)
+    step = engine.schedule()
+    assert engine.announcer.being_written() is None
+    engine.end(before)
+    for _ in range(4):
+        after = engine.schedule()
+        engine.end(step)
+        step = after
+    written = engine.announcer.being_written()
+    assert written is not None
+    assert written >= {block.block_id for block in engine.announcer._blocks.table("r")[0][-4:]}
+    engine.end(step)
+    engine.run()
+
+
 # Names
 
 
