@@ -3,7 +3,7 @@
 What is looked up is kept from eviction for a while, so a whole prefix is never looked up: its end, and a few blocks.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from layout.block_objects import ObjectForm
 from pd_connector.vllm.block_pools import BlockKeys, group_and_hash
@@ -27,17 +27,21 @@ def longest_prefix(
 ) -> int:
     """Return the first of the ends, the longest first, at which all cache groups have a block; 0 if there is none.
 
-    A block is there if its first object on the first rank is. Some blocks between are looked at, too: those that the
-    cache groups ``whole`` keep behind ``held`` tokens. On a thread.
+    A block is there if its first object of every form on the first rank is. Some blocks between are looked at, too:
+    those that the cache groups ``whole`` keep behind ``held`` tokens. On a thread.
     """
-    per_call = max(1, _LOOKUP_KEYS // len(keys))
+
+    def names_of(blocks: Iterable[tuple[int, int]]) -> list[str]:
+        named = ((forms[group], group_and_hash(keys[group][number])[1]) for group, number in blocks)
+        return [form.key(namespace, form.first_share, block_hash) for of, block_hash in named for form in of]
+
+    per_call = max(1, _LOOKUP_KEYS // max(1, sum(len(forms[group]) for group in keys)))
     for at in range(0, len(ends), per_call):
         shown: dict[int, list[str]] = {}
         for end in ends[at : at + per_call]:
             last = [(group, end // block_tokens[group] - 1) for group in keys]
             if all(number < len(keys[group]) for group, number in last):
-                named = [(forms[group], group_and_hash(keys[group][number])[1]) for group, number in last]
-                shown[end] = [of[0].key(namespace, of[0].first_share, block_hash) for of, block_hash in named if of]
+                shown[end] = names_of(last)
         names = list(dict.fromkeys(name for of_end in shown.values() for name in of_end))
         exist = dict(zip(names, store.exist(names), strict=True)) if names else {}
         found = next((end for end, of_end in shown.items() if all(exist[name] for name in of_end)), 0)
@@ -47,10 +51,6 @@ def longest_prefix(
                 for group in whole
                 for part in range(_PARTS)
             }
-            between = [
-                forms[group][0].key(namespace, forms[group][0].first_share, group_and_hash(keys[group][number])[1])
-                for group, number in blocks
-                if forms[group]
-            ]
+            between = names_of(blocks)
             return found if not between or all(store.exist(between)) else 0
     return 0

@@ -107,7 +107,11 @@ def contents_of(worker: WorkerHandshake) -> str:
     model = worker.model
     assert model is not None, "a worker tells what it has loaded"
     # On one kind of device they are the same to the last bit. Others do not find each other's blocks.
-    numbers = sorted((each.name, sorted(each.layers), each.width, each.numbers) for each in model.numbers)
+    # Drafts are in objects of their own, which name their layers: engines without any share the rest.
+    planes = (plane for group in worker.geometry.groups for plane in group.planes)
+    drafts = {layer for plane in planes if plane.optional for layer in plane.layers}
+    held = ((each, sorted({*each.layers} - drafts)) for each in model.numbers)
+    numbers = sorted((each.name, layers, each.width, each.numbers) for each, layers in held if layers)
     said = repr((
         model.architecture, model.config_digest, model.weights_digest, model.layers, model.kv_heads, model.head_size,
         model.model_dtype, model.cache_dtype, numbers, worker.arithmetic,

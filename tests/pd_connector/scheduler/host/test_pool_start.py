@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from layout.geometry import ModelIdentity, WorkerGeometry
+from layout.geometry import CacheGroup, ModelIdentity, Plane, WorkerGeometry
 from layout.layer_numbers import LayerNumbers
 from pd_connector.config import ConfigError, parse_config
 from pd_connector.orders import WorkerHandshake
@@ -45,6 +45,19 @@ def test_the_order_in_which_layers_are_told_does_not_matter() -> None:
     one = replace(MODEL, numbers=(ROTARY, scale))
     other = replace(MODEL, numbers=(scale, replace(ROTARY, layers=("a.0", "a.1"))))
     assert contents_of(replace(WORKER, model=one)) == contents_of(replace(WORKER, model=other))
+
+
+def test_what_drafts_compute_with_does_not_keep_engines_without_them_from_sharing_the_rest() -> None:
+    scale = LayerNumbers("softmax scale", ("a.0",), (0.125,))
+    both, alone = replace(scale, layers=("a.0", "d.0")), LayerNumbers("k_scale", ("d.0",), (1.0,))
+    planes = tuple(
+        Plane("kv", (layer,), 0, 1, 16, 8, 2, 4, 0, 256, 256, 256, 16, 2, optional=layer == "d.0")
+        for layer in ("a.0", "d.0")
+    )
+    drafting = WorkerGeometry(0, 1, 0, 1, "", (CacheGroup(16, 0, planes),), ())
+    one = replace(WORKER, model=replace(MODEL, numbers=(scale,)))
+    other = replace(WORKER, model=replace(MODEL, numbers=(both, alone)), geometry=drafting)
+    assert contents_of(one) == contents_of(other)
 
 
 @pytest.mark.parametrize(
