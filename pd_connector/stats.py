@@ -100,10 +100,10 @@ LABELLED = {
     ),
     "pool_blocks": (
         "event",
-        "Blocks of the pool: put, refused (not all of it was kept, twice), left (too many waited), fetched, gone "
-        "(missing when wanted).",
+        "Blocks of the pool: put (or there already), refused (not all of it was kept, twice), left (too many waited), "
+        "fetched, gone (missing when wanted).",
     ),
-    "pool_bytes": ("event", "Bytes of objects, on all ranks: put, fetched."),
+    "pool_bytes": ("event", "Bytes of objects, on all ranks: put (or there already), fetched."),
     "pool_failures": ("event", "Orders to a rank that failed or were late: put, fetched."),
     "control_refusals": ("cause", "Connections and messages that the control channel refused."),
 }
@@ -138,7 +138,7 @@ GAUGES = {
     "lease_oldest_age_seconds": "Age of the oldest active lease, in whole seconds.",
     "leases_in_host": "Active leases in host memory.",
     "leased_blocks": "KV blocks that leases hold, each counted once.",
-    "pool_works": "1 if the pool is in use, 0 for a while after it has failed.",
+    "pool_works": "1 if the pool works, 0 after a failure until something has succeeded.",
     "host_blocks_cached": "Blocks in host memory that prefix lookups can find.",
     "host_blocks_lent": "Host blocks that cannot be evicted: of leases, and of prompts that land, wait or load.",
     "host_blocks_capacity": "Capacity of host memory, in blocks.",

@@ -83,6 +83,7 @@ class _Fetch:
     before: HeldBlocks  # that hold what comes before, lent as well
     ends: PoolEnds
     is_wanted: bool = True  # its contents are valid
+    is_late: bool = False  # its request waits no longer
 
 
 @dataclass(slots=True)
@@ -147,6 +148,7 @@ class SharedPool(SchedulerRole):
         self._puts: dict[int, _Put] = {}
         self._known: LastFew[BlockHashWithGroupId, None] = LastFew(_MAX_KNOWN)  # in the pool, as far as known
         self._closed_until = -math.inf
+        self._has_failed = False  # and nothing has succeeded since
         self._next_id = 0
         self._orders = Orders()
         host.take_news()  # from now on there are some
@@ -165,6 +167,7 @@ class SharedPool(SchedulerRole):
             if self._clock() < fetch.give_up_at:
                 return True
             del self._waiting[request_id]
+            fetch.is_late = True
             self.counts["pool_prompts", "late"] += 1
         if self._is_behind(request_id):
             return True
@@ -204,7 +207,7 @@ class SharedPool(SchedulerRole):
     def update_stats(self, stats: StatsRecorder) -> None:
         """Record what was looked up, fetched and put."""
         super().update_stats(stats)
-        stats.gauge("pool_works", float(self._clock() >= self._closed_until))
+        stats.gauge("pool_works", float(not self._has_failed))
 
     def reset(self) -> bool:
         """Find nothing any more of what is in the pool: it may be no longer valid, or only for other engines."""
@@ -283,7 +286,12 @@ class SharedPool(SchedulerRole):
         """Return whether a request goes on waiting for others: for no longer than computing what it lacks takes."""
         if self._clock() < self._queued.setdefault(request_id, self._clock() + self._rate.seconds_for(missing)):
             return True
+        return self._give_up(request_id)
+
+    def _give_up(self, request_id: str) -> bool:
+        """Let a request wait no longer for others, which was not looked up."""
         self._asked.add(request_id)
+        self.counts["pool_prompts", "late"] += 1
         return False
 
     def _is_behind(self, request_id: str) -> bool:
@@ -292,8 +300,7 @@ class SharedPool(SchedulerRole):
         if same is None or self._begun.get(same.key) is not same:
             return False
         if self._clock() >= min(same.give_up_at, self._queued[request_id]):
-            self._asked.add(request_id)
-            return False
+            return self._give_up(request_id)
         self._behind[request_id] = same
         return True
 
@@ -325,6 +332,7 @@ class SharedPool(SchedulerRole):
             self.counts["pool_prompts", "failed"] += 1
             self._close_for_a_while()
             return False
+        self._has_failed = False
         tokens = asking.answer.result()
         if tokens <= asking.least:
             self.counts["pool_prompts", "nothing"] += 1
@@ -342,7 +350,7 @@ class SharedPool(SchedulerRole):
             del self._begun[begun.key]
 
     def _close_for_a_while(self) -> None:
-        self._closed_until = self._clock() + RETRY_S
+        self._closed_until, self._has_failed = self._clock() + RETRY_S, True
         self._known.clear()  # it may come back empty
 
     # Fetching
@@ -397,7 +405,9 @@ class SharedPool(SchedulerRole):
             self._host.publish_at(fetch.request, group, number, tuple(fetch.hosts[index] for index in run))
         hit = self._host.find(fetch.request, fetch.first)
         self.counts["pool_tokens", ""] += max(fetch.first + hit.tokens - fetch.held, 0) if hit is not None else 0
-        self.counts["pool_prompts", "failed" if fetch.ends.failed else "fetched"] += 1
+        if not fetch.is_late:
+            is_found = bool(came) and fetch.is_wanted
+            self.counts["pool_prompts", "failed" if fetch.ends.failed else "fetched" if is_found else "nothing"] += 1
         self.counts["pool_blocks", "fetched"] += len(came)
         self.counts["pool_blocks", "gone"] += len(fetch.entries) - len(came)
         self._forget(fetch.keys[last - number] for number in fetch.ends.missing)
@@ -436,6 +446,8 @@ class SharedPool(SchedulerRole):
         self._loans.take_back(put.hosts)
         if put.ends.failed:
             self._close_for_a_while()
+        elif len(put.ends.missing) < len(put.keys):
+            self._has_failed = False
         last = len(put.keys) - 1
         missing = {put.keys[last - number] for number in put.ends.missing}
         self.counts["pool_blocks", "put"] += len(put.keys) - len(put.ends.missing)

@@ -1,9 +1,7 @@
-"""Prompts that are found in a pool, on vLLM's own schedulers: who waits for it, what is found, and what it may cost.
-
-Covers: pd_connector.scheduler.host.pool_lookups.
-"""
+"""Prompts that are found in a pool, on vLLM's own schedulers: who waits for it, what is found, and what it may cost."""
 
 from collections.abc import Iterator
+from unittest.mock import patch
 
 import pytest
 
@@ -13,6 +11,7 @@ from tests.support.simulation.vllm_schedulers import ClientRequest, EngineSim, W
 from transfer.store.store_thread import RETRY_S
 
 FULL = TURN // BLOCK * BLOCK
+EVENTS = ("fetched", "nothing", "late")
 
 
 @pytest.fixture
@@ -55,6 +54,13 @@ def fail_while_putting(world: World, engine: EngineSim) -> int:
 def slow_down(engine: EngineSim) -> None:
     """Let the engine think that it computes slowly, so that more is worth waiting for."""
     engine.side._rate._per_second = 500.0
+
+
+def pool_works(engine: EngineSim) -> bool:
+    gauges: dict[str, float] = {}
+    with patch.object(engine.side._stats, "gauge", gauges.__setitem__):
+        pool_of(engine).update_stats(engine.side._stats)
+    return bool(gauges["pool_works"])
 
 
 def pool_of(engine: EngineSim) -> SharedPool:
@@ -188,6 +194,7 @@ class TestFinding:
         for _ in range(20):  # a second
             world.step()
         assert (short.ended, reader.computed_of) == ("finished", {"short-d": 60})
+        assert counted(reader, "pool_prompts: late") == 1
 
     def test_two_requests_for_the_same_fetch_it_once(self, world: World) -> None:
         fill(world)
@@ -315,6 +322,35 @@ class TestTrouble:
         world.clock.advance(RETRY_S)
         assert compute(world, reader, range_from(9000))[0] == TURN
         assert counted(reader, "pool_prompts: asked") == 2
+
+    def test_a_pool_that_has_failed_counts_as_broken_until_something_succeeds(self, world: World) -> None:
+        reader = an_engine(world, slots=400, blocks=400)
+        assert pool_works(reader)
+        world.pool.fails = True
+        compute(world, reader, FIRST)
+        world.clock.advance(2 * RETRY_S)
+        assert not pool_works(reader), "nobody has asked it since"
+        world.pool.fails = False
+        compute(world, reader, range_from(9000))
+        assert pool_works(reader)
+
+    def test_a_fetch_that_brings_nothing_and_one_that_is_late_do_not_count_as_fetched(self, world: World) -> None:
+        fill(world)
+        readers = [an_engine(world) for _ in range(2)]
+        readers[1].pooled.copy_s = 1.5
+        for reader in readers:
+            reader.ask(ClientRequest("r", list(FIRST), 1))
+        while not all(pool_of(reader)._fetches for reader in readers):
+            world.step()
+        kept, world.pool.objects = world.pool.objects, {}
+        while pool_of(readers[0])._fetches:
+            world.step()
+        world.pool.objects = kept
+        world.run(5.0)
+        while pool_of(readers[1])._fetches:
+            world.step()
+        counts = [{event: counted(reader, f"pool_prompts: {event}") for event in EVENTS} for reader in readers]
+        assert counts == [{"fetched": 0, "nothing": 1, "late": 0}, {"fetched": 0, "nothing": 0, "late": 1}]
 
     def test_a_pool_that_does_not_answer_costs_no_more_time_than_computing(self, world: World) -> None:
         fill(world)
