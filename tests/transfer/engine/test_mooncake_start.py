@@ -295,3 +295,29 @@ def test_a_descriptor_that_is_given_to_another_file_meanwhile_is_left_alone() ->
         assert len(os.listdir("/proc/self/fd")) == len(open_files)
     os.close(reading)
     os.close(writing)
+
+
+def test_own_sockets_are_found_without_the_table_of_all_sockets_of_the_host() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket(socket.AF_UNIX):
+        port = listener.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as connection, patch.object(Path, "read_text") as read:
+            for own, asked in ((listener, {"listening_port": port}), (connection, {"remote_port": port})):
+                found = []
+                for each in mooncake_native._own_sockets(**asked):
+                    found.append(os.path.sameopenfile(each.fileno(), own.fileno()))
+                    each.close()
+                assert found == [True]
+    read.assert_not_called()
+
+
+def test_a_look_at_sockets_leaves_all_of_them_blocking() -> None:
+    """They belong to Mooncake and to other code. Python's default timeout is for sockets that Python makes."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket(socket.AF_UNIX) as other:
+        socket.setdefaulttimeout(1.0)
+        try:
+            for each in mooncake_native._own_sockets(listening_port=listener.getsockname()[1]):
+                each.close()
+        finally:
+            socket.setdefaulttimeout(None)
+        assert os.get_blocking(listener.fileno())
+        assert os.get_blocking(other.fileno())
