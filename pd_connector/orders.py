@@ -5,11 +5,14 @@ Holds plain frozen data only, which can be sent between processes. Imports no vL
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from operator import add
 from typing import TypeVar
 
+import msgspec
 import numpy as np
+from msgspec.structs import astuple
 
 from layout.checksums import PlaneSums
 from layout.copies import Int64Array
@@ -265,8 +268,7 @@ class ChecksumReport:
     groups: tuple[tuple[PlaneSums, ...], ...] | None  # by cache group and plane; None if taking them failed
 
 
-@dataclass(frozen=True)
-class Orders:
+class Orders(msgspec.Struct, frozen=True):
     """The orders of a scheduler step, of one role or of all."""
 
     pulls: tuple[PullOrder, ...] = ()
@@ -292,7 +294,9 @@ class Orders:
     asked_handshakes: int = 0
 
     def __add__(self, other: "Orders") -> "Orders":
-        return Orders(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(Orders)))
+        if not any(theirs := astuple(other)):  # as of most roles in most steps
+            return self
+        return Orders(*map(add, astuple(self), theirs))
 
     def served_at(self, prefixes_at: str) -> "Orders":
         """Return these orders, whose pulls of whole prompts tell P where this engine serves prefixes."""
@@ -300,7 +304,7 @@ class Orders:
             tuple(replace(order, prefixes_at=prefixes_at) for order in orders)
             for orders in (self.pulls, self.landings, self.canaries)
         )
-        return replace(self, pulls=pulls, landings=landings, canaries=canaries)
+        return msgspec.structs.replace(self, pulls=pulls, landings=landings, canaries=canaries)
 
 
 @dataclass(frozen=True)
@@ -322,30 +326,29 @@ class WorkerHandshake:
 WorkerRanks = tuple[int, int]
 
 
-@dataclass(frozen=True, eq=False)
-class Report:
+class Report(msgspec.Struct, frozen=True, eq=False):
     """What workers report to the scheduler side in a step, besides the requests that vLLM waits for."""
 
-    stores: Mapping[int, StoreEnds] = field(default_factory=dict)  # by store id
-    landings: Mapping[str, RankEnds] = field(default_factory=dict)  # by request id
-    prefixes: Mapping[str, RankEnds] = field(default_factory=dict)  # by the ids in their orders
-    canaries: Mapping[str, CanaryEnds] = field(default_factory=dict)  # by request id
-    fetches: Mapping[int, PoolEnds] = field(default_factory=dict)  # by pool id, as are the puts
-    puts: Mapping[int, PoolEnds] = field(default_factory=dict)
+    stores: Mapping[int, StoreEnds] = {}  # by store id
+    landings: Mapping[str, RankEnds] = {}  # by request id
+    prefixes: Mapping[str, RankEnds] = {}  # by the ids in their orders
+    canaries: Mapping[str, CanaryEnds] = {}  # by request id
+    fetches: Mapping[int, PoolEnds] = {}  # by pool id, as are the puts
+    puts: Mapping[int, PoolEnds] = {}
     checksums: tuple[ChecksumReport, ...] = ()
-    handshakes: Mapping[WorkerRanks, WorkerHandshake] = field(default_factory=dict)  # that vLLM does not pass on
+    handshakes: Mapping[WorkerRanks, WorkerHandshake] = {}  # that vLLM does not pass on
     #: Requests whose wait has ended in failure on a rank, if vLLM does not pass them on.
     failed: frozenset[str] = frozenset()
-    steps: Mapping[int, int] = field(
-        default_factory=dict
-    )  # number of ranks that have computed each step that was asked
+    steps: Mapping[int, int] = {}  # number of ranks that have computed each step that was asked
     #: Requests whose pull has brought all but some states that the prefill engine does not have.
     lacking_states: frozenset[str] = frozenset()
 
     def __bool__(self) -> bool:
-        return any(getattr(self, each.name) for each in fields(self))
+        return any(astuple(self))
 
     def __add__(self, other: "Report") -> "Report":
+        if not other:  # as of most roles in most steps
+            return self
         summed = {
             name: _sums(getattr(self, name), getattr(other, name))
             for name in ("stores", "landings", "prefixes", "canaries", "fetches", "puts")

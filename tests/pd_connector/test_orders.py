@@ -109,3 +109,11 @@ def test_vllm_adds_up_what_workers_report_and_carries_both_ways() -> None:
     assert one.aggregate(other).report.stores == {1: StoreEnds(2, failed=True)}
     orders = Orders(refusals=(RefuseOrder("r", Cause.PARAMS, "because"),))
     assert pickle.loads(pickle.dumps(StepMetadata(orders))).orders == orders
+
+
+def test_to_add_nothing_makes_nothing_new() -> None:
+    """Both sides add up what all roles say in every step, and most say nothing in most steps."""
+    orders, report = Orders(model_changes=1), Report(steps={3: 1})
+    assert orders + Orders() is orders
+    assert report + Report() is report
+    assert not (Report() + Report())
