@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from itertools import chain, dropwhile, islice
+from itertools import chain, dropwhile
 from typing import TYPE_CHECKING
 
 from pd_connector.orders import Orders, Report
@@ -187,7 +187,7 @@ class ExternalLoads(SchedulerRole):
     def _from_token(self, request: "Request", token: int) -> frozenset[int]:
         """Return the ids of a request's blocks from the one of a token on."""
         table = self._blocks.table(request.request_id)
-        return _ids(islice(blocks, token // size, None) for size, blocks in zip(self._block_tokens, table, strict=True))
+        return _ids(blocks[token // size :] for size, blocks in zip(self._block_tokens, table, strict=True))
 
     def _from_block(self, request: "Request", ids: AbstractSet[int]) -> frozenset[int]:
         """Return the ids of a request's blocks from the first one of ``ids`` on."""

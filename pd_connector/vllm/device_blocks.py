@@ -82,7 +82,7 @@ class DeviceBlocks:
         named = (
             block.block_id
             for size, blocks in zip(self.block_tokens, self.table(request_id), strict=True)
-            for block in islice(blocks, tokens // size, None)
+            for block in blocks[tokens // size :]
             if not block.is_null and block.block_hash is not None and (named_tokens(block) or tokens + 1) > tokens
         )
         self.forget(set(named))

@@ -387,4 +387,4 @@ class Announcer:
         """Return the ids of the blocks that steps under way may write for a request."""
         written = max(request.num_computed_tokens - self._under_way(request), 0)
         tables = zip(self._service.block_tokens, self._blocks.table(request.request_id), strict=True)
-        return {block.block_id for size, blocks in tables for block in islice(blocks, written // size, None)}
+        return {block.block_id for size, blocks in tables for block in blocks[written // size :]}

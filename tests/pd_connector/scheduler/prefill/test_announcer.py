@@ -5,7 +5,7 @@
 
 import logging
 import time
-from typing import Any
+from typing import Any, NoReturn
 from unittest.mock import patch
 
 import pytest
@@ -137,6 +137,25 @@ def test_steps_that_nobody_waits_for_are_not_reported(start_prefill: StartPrefil
     engine = start_prefill()
     engine.ask("without a name", a_prompt(100))
     assert engine.schedule().numbers == ()
+
+
+class Beginnings(list[Any]):
+    """Blocks that nobody may go over from the first on: of a running request there may be thousands."""
+
+    def __iter__(self) -> NoReturn:
+        raise AssertionError("all blocks were looked at")
+
+
+def test_blocks_that_a_step_may_write_are_found_without_a_look_at_those_before(start_prefill: StartPrefill) -> None:
+    """In each step, for each request that runs."""
+    engine = start_prefill(asynchronous=True)
+    engine.ask("r", a_prompt(200), "t")
+    engine.step()
+    engine.schedule()
+    blocks = engine.announcer._blocks
+    (table,) = blocks.table("r")
+    with patch.object(blocks, "table", lambda _: (Beginnings(table),)):
+        assert engine.announcer.being_written() == {block.block_id for block in table[CHUNK_TOKENS // PAGE_TOKENS :]}
 
 
 def test_each_step_is_reported_under_a_number_of_its_own(start_prefill: StartPrefill) -> None:
