@@ -71,6 +71,7 @@ class _Asking:
     asked: dict[Address, Future[Found]]
     hash_tokens: dict[Address, int] = field(default_factory=dict)  # of the hashes that each was sent
     again: set[Address] = field(default_factory=set)  # those that were asked once more, with other hashes
+    hashes: dict[int, tuple[bytes, ...]] = field(default_factory=dict)  # of the prompt, by tokens of each
 
 
 @dataclass(slots=True)
@@ -308,11 +309,12 @@ class PeerPrefixes(SchedulerRole):
         return self._reader[request.request_id]
 
     def _ask(self, asking: _Asking, peer: Address, hash_tokens: int) -> None:
-        hashes = self._hashes.of_prompt(asking.request, hash_tokens, self._blocks.hash_tokens)[:MAX_HASHES]
-        # One token at least is computed here, because its output is the next one.
-        whole = hashes[: (asking.request.num_prompt_tokens - 1) // hash_tokens]
-        named = tuple(bytes(each) for each in whole)
-        find = Find("", uuid.uuid4().hex, self._hashes.hashing, hash_tokens, named, asking.least, self._unit)
+        if (hashes := asking.hashes.get(hash_tokens)) is None:
+            made = self._hashes.of_prompt(asking.request, hash_tokens, self._blocks.hash_tokens)
+            # One token at least is computed here, because its output is the next one.
+            most = min((asking.request.num_prompt_tokens - 1) // hash_tokens, MAX_HASHES)
+            hashes = asking.hashes[hash_tokens] = tuple(map(bytes, made[:most]))
+        find = Find("", uuid.uuid4().hex, self._hashes.hashing, hash_tokens, hashes, asking.least, self._unit)
         asking.hash_tokens[peer] = hash_tokens
         asking.asked[peer] = self._client.request(peer.host, peer.port, find, _MESSAGE_S)
 

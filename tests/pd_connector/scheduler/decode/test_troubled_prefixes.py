@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from typing import Any
-from unittest.mock import create_autospec
+from unittest.mock import create_autospec, patch
 
 import msgspec
 import pytest
@@ -73,6 +73,20 @@ def test_a_short_request_waits_neither_for_a_long_one_that_begins_alike_nor_for_
         world.step()
     assert [request.ended for request in short] == ["finished"] * 2
     assert finder.computed_of == {"alike-d": 60, "other-d": 60}
+
+
+def test_hashes_that_name_a_prompt_are_made_once_for_all_peers(world: World) -> None:
+    """On the scheduler's thread; of a long prompt it takes milliseconds, and more if they are of other blocks."""
+    holders = [a_holder(world) for _ in range(3)]
+    for holder in holders:
+        hold(world, holder, FIRST)
+    finder = asker(world, *holders)
+    hashes = finder.role_of(PeerPrefixes)._hashes
+    with patch.object(hashes, "of_prompt", wraps=hashes.of_prompt) as made:
+        compute(world, finder, [*FIRST, 1])
+    world.run(1.0)
+    assert [holder.counts["prefixes_served: found"] for holder in holders] == [1, 1, 1]
+    made.assert_called_once()
 
 
 def test_of_peers_that_requests_name_the_newest_are_remembered(monkeypatch: pytest.MonkeyPatch, world: World) -> None:
