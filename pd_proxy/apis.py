@@ -9,14 +9,47 @@
 | /inference/v1/generate | sampling_params.max_tokens 1 | sampling parameters have an object of their own |
 """
 
+import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
+
+import msgspec
 
 from pd_proxy.error_answers import ErrorShape
 from pd_proxy.usage import ANTHROPIC, CHAT_DETAILS, RESPONSES_DETAILS, Figures
 
 Body = dict[str, Any]
+
+
+def parsed(content: bytes) -> Any:
+    """Return the JSON value that bytes are.
+
+    Raises:
+        ValueError, RecursionError: they are none, or have a number that JSON has not.
+    """
+    try:
+        return msgspec.json.decode(content)
+    except (msgspec.MsgspecError, ValueError):  # it takes no lone surrogates and no UTF-16; its errors say less
+        return json.loads(content, parse_constant=_refused, parse_float=_finite)
+
+
+def encoded(body: Body) -> bytes:
+    """Return a body as JSON."""
+    try:
+        return msgspec.json.encode(body)
+    except (UnicodeEncodeError, OverflowError):  # a lone surrogate, an integer of more than 64 bits
+        return json.dumps(body).encode()
+
+
+def _finite(text: str) -> float:
+    return value if math.isfinite(value := float(text)) else _refused(text)
+
+
+def _refused(number: str) -> NoReturn:
+    raise ValueError(f"{number} is not a JSON number")
+
 
 #: Tools that vLLM itself may run, and ask the model again with their results.
 _RUN_BY_SERVERS = frozenset({"web_search_preview", "code_interpreter", "container", "mcp"})

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from http import HTTPStatus
 
 from pd_proxy import headers as passed
-from pd_proxy.apis import Api, Body
+from pd_proxy.apis import Api, Body, encoded
 from pd_proxy.error_answers import COMMENT, LegFailed
 from pd_proxy.first_token import FirstToken
 from pd_proxy.http_client import Client
@@ -56,7 +56,7 @@ async def run_decode(
     record.first_byte_s, record.decode_at = None, started
     if written is not None:
         body, details = body | {"return_token_ids": True}, written.details(details)
-    content = json.dumps(body).encode()
+    content = encoded(body)
     headers = upstream.headers(client.headers, record.identity, relayed=first_token is None and written is None)
 
     def note(server: Server) -> None:

@@ -5,18 +5,17 @@ vLLM aborts the request.
 """
 
 import asyncio
-import json
 from collections.abc import Coroutine
 from contextlib import suppress
 from http import HTTPStatus
-from typing import Any, NoReturn
+from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
 from pd_proxy import headers as passed
-from pd_proxy.apis import Body
+from pd_proxy.apis import Body, parsed
 from pd_proxy.error_answers import EVENT_END, ErrorShape, RequestError, error_event, error_response
 from pd_proxy.journal import Record
 
@@ -116,7 +115,7 @@ def json_object(content: bytes) -> Body:
         RequestError: it is not JSON, or not an object.
     """
     try:
-        body = json.loads(content, parse_constant=_refuse_constant)
+        body = parsed(content)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the request body is not valid JSON: {error}") from error
     if not isinstance(body, dict):
@@ -154,7 +153,3 @@ async def while_connected(receive: Receive, client: Client, work: Coroutine[Any,
         watching.cancel()
     if client.has_left:
         raise ClientDisconnect
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")

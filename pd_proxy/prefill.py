@@ -6,7 +6,7 @@ from http import HTTPStatus
 from typing import NoReturn
 
 from pd_proxy import headers as passed
-from pd_proxy.apis import Api, Body
+from pd_proxy.apis import Api, Body, encoded
 from pd_proxy.error_answers import LegFailed, LegRefused, NothingHandedOver, Retry, is_error, retry_of
 from pd_proxy.http_client import Client
 from pd_proxy.parameters import prefill_body
@@ -36,7 +36,7 @@ async def run_prefill(
     record.prefill_url = server.url
     started = time.monotonic()
     record.prefill_s, record.prefill_at = None, started
-    content = json.dumps(prefill_body(upstream.api, body, transfer_id, used=used)).encode()
+    content = encoded(prefill_body(upstream.api, body, transfer_id, used=used))
     headers = upstream.headers(client.headers, record.identity, relayed=False)
     with record.trace.leg("prefill") as leg:
         leg.goes_to(server.url)

@@ -18,7 +18,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Scope
 
-from pd_proxy.apis import COMPLETIONS, SEVERAL, Body
+from pd_proxy.apis import COMPLETIONS, SEVERAL, Body, encoded
 from pd_proxy.error_answers import EVENT_END
 from pd_proxy.headers import REQUEST_ID
 from pd_proxy.http_client import Client
@@ -82,7 +82,7 @@ class Several:
     async def _serve_prompts(self, prompts: Iterator[tuple[int, object]]) -> None:
         """Serve the next prompt, and the next, until none is left or one has failed."""
         for number, prompt in prompts:
-            part, content = _Part(number), [json.dumps(self.body | {"prompt": prompt}).encode()]
+            part, content = _Part(number), [encoded(self.body | {"prompt": prompt})]
             headers = _named(self.scope["headers"], f"{self.client.record.identity}-{number}")
             scope = {**self.scope, "headers": headers}
             await self.endpoint(scope, partial(self._receive, content), partial(self._take, part))
@@ -151,7 +151,7 @@ class Several:
             await client.send_piece(usage + _DONE + EVENT_END)
             await client.end()
         else:
-            content = json.dumps(self._whole()).encode() if is_well else last.content
+            content = encoded(self._whole()) if is_well else last.content
             await client.send_whole(last.status, last.headers, content)
 
 

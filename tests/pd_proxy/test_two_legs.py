@@ -32,6 +32,14 @@ def test_a_request_is_prefilled_then_decoded_with_the_returned_transfer(
     assert d.bodies == [body | {"kv_transfer_params": TRANSFER}]
 
 
+def test_text_is_sent_as_it_is_and_not_escaped(proxy: Proxy, p: FakeServer, d: FakeServer) -> None:
+    assert proxy.complete(prompt="щ" * 1000, seed=10**30).status_code == 200  # an integer that only Python can hold
+    assert d.bodies[0]["seed"] == 10**30
+    assert proxy.complete(prompt="щ" * 1000).status_code == 200
+    assert [body["prompt"] for body in (*p.bodies, *d.bodies)] == ["щ" * 1000] * 4
+    assert all(len(server.received[1].content) < 2500 for server in (p, d))
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_choices_share_one_prompt(proxy: Proxy, p: FakeServer, d: FakeServer, path: str) -> None:
     assert proxy.http.post(path, json={"prompt": "a", "messages": [], "n": 4}).status_code == 200
