@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
 
+from starlette.requests import ClientDisconnect
+
 from pd_proxy.apis import Body
 from pd_proxy.control import Address
 from pd_proxy.decode import at_once, run_decode
@@ -195,7 +197,7 @@ class TwoLegs:
             # D has given the transfer up, or is told of its end now: what becomes of the request is for D to say.
             prefill.text_ended, prefill.details = self._text_ended(failure), failure.details
             logger.info("%s, for a request that D asks for by name", failure)
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, ClientDisconnect):  # who watches the client ends the other leg, too
             return  # raised, it would be part of a circle with the request's bodies: see ``let_go_of_bodies``
         except Exception as failure:  # raised where the decode leg runs, if it is none of a server's
             prefill.failure = failure

@@ -30,14 +30,12 @@ _AT_ONCE = 16
 _ID = REQUEST_ID.encode()
 #: Headers that are not the same for the whole and for each prompt. Answers are read here, so they are wanted plain.
 _OWN = frozenset({b"content-length", b"transfer-encoding", b"accept-encoding", _ID})
-_DONE = b"data: [DONE]"
 
 
 def can_part(reason: str | None, body: Body, *, is_cut: bool) -> bool:
     """Return whether several prompts are all the ``reason`` why a request would be D's alone."""
-    if reason != SEVERAL or {type(prompt) for prompt in body["prompt"]} not in ({str}, {list}):
-        return False
-    return undivided_reason(COMPLETIONS, body | {"prompt": body["prompt"][0]}, is_cut=is_cut) is None
+    is_one_kind = reason == SEVERAL and {type(prompt) for prompt in body["prompt"]} in ({str}, {list})
+    return is_one_kind and not undivided_reason(COMPLETIONS, body | {"prompt": body["prompt"][0]}, is_cut=is_cut)
 
 
 @dataclass(slots=True)
@@ -72,7 +70,7 @@ class Several:
         prompts = enumerate(self.body["prompt"])
         work = [asyncio.create_task(self._serve_prompts(prompts)) for _ in self.body["prompt"][:_AT_ONCE]]
         try:
-            await asyncio.wait(work)
+            await asyncio.wait(work, return_when=asyncio.FIRST_EXCEPTION)
         finally:
             self._ended.set()
             await asyncio.wait(work)
@@ -83,8 +81,7 @@ class Several:
         """Serve the next prompt, and the next, until none is left or one has failed."""
         for number, prompt in prompts:
             part, content = _Part(number), [encoded(self.body | {"prompt": prompt})]
-            headers = _named(self.scope["headers"], f"{self.client.record.identity}-{number}")
-            scope = {**self.scope, "headers": headers}
+            scope = {**self.scope, "headers": _named(self.scope["headers"], f"{self.client.record.identity}-{number}")}
             await self.endpoint(scope, partial(self._receive, content), partial(self._take, part))
             if self._ended.is_set():
                 return
@@ -121,7 +118,7 @@ class Several:
         try:
             event = self._numbered(part, raw.removeprefix(b"data: "))
         except NOT_VLLMS:  # a comment, an error, or the end
-            return b"" if raw == _DONE else raw + EVENT_END
+            return b"" if raw == b"data: [DONE]" else raw + EVENT_END
         if event["choices"]:
             return event_of(event)
         self._answers[part.number] = event
@@ -144,11 +141,13 @@ class Several:
     async def _end(self, last: _Part) -> None:
         """End the client's answer, by the last prompt, or by the one that has failed."""
         client, is_well = self.client, last.status == HTTPStatus.OK
+        if not (is_well and last.is_whole):
+            client.record.problem = f"prompt {last.number} failed with status {last.status}"
         if not last.is_whole or (client.started and not is_well):
-            await client.fail(HTTPStatus.BAD_GATEWAY, f"prompt {last.number} failed with status {last.status}")
+            await client.fail(HTTPStatus.BAD_GATEWAY, client.record.problem)
         elif client.started:
             usage = event_of(self._whole()) if self._answers else b""
-            await client.send_piece(usage + _DONE + EVENT_END)
+            await client.send_piece(usage + b"data: [DONE]" + EVENT_END)
             await client.end()
         else:
             content = encoded(self._whole()) if is_well else last.content

@@ -366,7 +366,7 @@ def test_a_whole_answer_that_breaks_off_is_an_error(setup: ProxySetup, p: FakeSe
 
 def test_a_whole_answer_of_d_alone_that_breaks_off_never_looks_complete(proxy: Proxy, d: FakeServer) -> None:
     d.script = breaks_a_whole_answer
-    with proxy.http.stream("POST", "/v1/completions", json={"prompt": ["a", "b"]}) as response:
+    with proxy.http.stream("POST", "/v1/completions", json={"prompt": ["a", 7]}) as response:
         assert response.status_code == 200
         with pytest.raises(httpx.RemoteProtocolError):
             response.read()

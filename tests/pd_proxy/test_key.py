@@ -42,7 +42,7 @@ def test_no_log_and_no_error_shows_it(p: FakeServer, closed_port: str) -> None:
     arguments = ["-m", "pd_proxy", "--prefill", p.url, "--decode", closed_port]
     with ProxyProcess(arguments, VLLM_API_KEY=KEY) as process:
         divided = httpx.post(f"{process.url}/v1/completions", json={"prompt": "a"}, trust_env=False)
-        undivided = httpx.post(f"{process.url}/v1/completions", json={"prompt": ["a", "b"]}, trust_env=False)
+        undivided = httpx.post(f"{process.url}/v1/completions", json={"prompt": ["a", 7]}, trust_env=False)
         process.end(signal.SIGTERM)
     assert p.received[0].headers["authorization"] == f"Bearer {KEY}"
     assert (divided.status_code, undivided.status_code) == (500, 502)

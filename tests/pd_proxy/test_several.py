@@ -159,7 +159,7 @@ def test_what_keeps_one_prompt_with_d_keeps_all_of_them_there(
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("legs", ["in-turn", "together"])
 def test_an_error_of_d_is_the_answer_and_ends_the_other_prompts(
-    setup: ProxySetup, p: FakeServer, legs: str, stream: bool
+    setup: ProxySetup, p: FakeServer, warnings: Callable[[str], str], legs: str, stream: bool
 ) -> None:
     refuses = answers(400, ERROR, Content_Type="application/json", Retry_After="7")
     d = setup.server(completes)
@@ -169,6 +169,7 @@ def test_an_error_of_d_is_the_answer_and_ends_the_other_prompts(
     d.script = only("two", refuses)
     response = proxy.complete(prompt=PROMPTS, stream=stream)
     assert (response.status_code, response.content, response.headers["retry-after"]) == (400, ERROR, "7")
+    assert "problem: prompt 1 failed with status 400" in warnings("problem: prompt")
     others = [one for one in d.received if one.body["prompt"] != "two"]
     assert all(one.left.wait(30) for one in others)
     until(lambda: proxy.in_flight() == 0)
