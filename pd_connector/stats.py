@@ -95,7 +95,7 @@ LABELLED = {
     "prefixes_served": ("event", "Questions of other engines for prefixes: found (and leased), nothing, refused."),
     "pool_prompts": (
         "event",
-        "Prompts looked up in the pool: asked, fetched, nothing, late (computing would have been faster), full (too "
+        "Prompts that wait for the pool: asked, fetched, nothing, late (computing would have been faster), full (too "
         "few free host blocks), failed.",
     ),
     "pool_blocks": (

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.simulation.prefix_engines import FIRST, a_holder, asker, compute, hold
-from tests.support.simulation.vllm_schedulers import ClientRequest, EngineSim, World
+from tests.support.simulation.vllm_schedulers import OUTPUT_TOKEN, ClientRequest, EngineSim, World
 
 PROMPT = list(range(64))
 
@@ -84,3 +84,14 @@ def test_an_engine_that_held_nothing_when_its_model_changed_lends_at_once(world:
     hold(world, holder, FIRST)
     compute(world, asker(world, holder), [*FIRST, 1])
     assert holder.counts["prefixes_served: found"] == 1
+
+
+def test_an_engine_whose_model_changes_within_a_block_lends_nothing(world: World) -> None:
+    """Nothing can be found then, but the block will be."""
+    holder = a_holder(world)
+    holder.ask(ClientRequest("r", FIRST[:8], 150))
+    holder.step()
+    holder.side.model_changed("a test")
+    world.run(20.0)
+    compute(world, asker(world, holder), [*FIRST[:8], *[OUTPUT_TOKEN] * 150])
+    assert (holder.counts["prefixes_served: found"], holder.counts["prefixes_served: refused"]) == (0, 1)
