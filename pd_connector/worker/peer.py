@@ -3,7 +3,7 @@
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,7 @@ from pd_connector.recipe_keys import EngineSizes
 from pd_connector.traces import TracePull
 from pd_connector.worker.device_fence import RaiseFence, no_fence
 from pd_connector.worker.pull_end import MIN_ANSWER_S, PullFailed
-from pd_connector.worker.remote_reader import RemoteReader
+from pd_connector.worker.remote_reader import RemoteReader, for_each_rank
 from pd_connector.worker.same_host import SameHostLinks, TwoWayEngine
 from pd_connector.worker.verification import Verifier
 from transfer.control.client import ControlClient
@@ -150,27 +150,42 @@ class Peer:
         other._near = self._near.with_own_links() if self._near is not None else None
         return other
 
+    def open_links(self, ranks: Iterable[int], place: Place = Place.DEVICE) -> None:
+        """Open the links to ranks that ``link`` would open, at once: each takes several round trips.
+
+        Raises:
+            PullFailed: as ``link``, of the first rank that fails, once all have ended.
+        """
+        for_each_rank(self._connect, [rank for rank in ranks if self._open_link(rank, place) is None])
+
     def link(self, rank: int, place: Place = Place.DEVICE) -> Link:
         """Return the link to a rank's memory, and open it if there is none that the network can be expected to know.
 
         Raises:
             PullFailed: the rank's transfer engine cannot be reached, or may not be contacted.
         """
+        return self._open_link(rank, place) or self._connect(rank)
+
+    def _open_link(self, rank: int, place: Place) -> Link | None:
+        """Return the link that a rank's memory is read by now; None if one must be opened through the network."""
         if self._near is not None and place is Place.DEVICE and (near := self._near.link(rank)) is not None:
             return near
-        if rank in self._links and self._links[rank].is_stale:
+        link = self._links.get(rank)
+        return None if link is None or link.is_stale else link
+
+    def _connect(self, rank: int) -> Link:
+        if rank in self._links:
             self._links.pop(rank).close()
-        if rank not in self._links:
-            worker = self.workers[rank]
-            try:
-                self._allowed.check_engine(worker.engine_address)
-                self._links[rank] = self._engine.open(worker.engine_address, self._readable[rank], worker.identity)
-            except PeerNotAllowed as error:
-                where = f"prefill rank {rank}: the transfer engine at {worker.engine_address}"
-                raise PullFailed(Cause.DENIED, f"{where}: {error}") from error
-            except ReadFailed as error:
-                raise PullFailed(Cause.UNREACHABLE, f"prefill rank {rank}: {error}") from error
-        return self._links[rank]
+        worker = self.workers[rank]
+        try:
+            self._allowed.check_engine(worker.engine_address)
+            link = self._links[rank] = self._engine.open(worker.engine_address, self._readable[rank], worker.identity)
+        except PeerNotAllowed as error:
+            where = f"prefill rank {rank}: the transfer engine at {worker.engine_address}"
+            raise PullFailed(Cause.DENIED, f"{where}: {error}") from error
+        except ReadFailed as error:
+            raise PullFailed(Cause.UNREACHABLE, f"prefill rank {rank}: {error}") from error
+        return link
 
     def drop_link(self, rank: int, place: Place = Place.DEVICE) -> None:
         """Close the link to a rank. The next call of ``link`` opens a new one, or finds another way."""
@@ -209,8 +224,7 @@ def connect_peer(context: PullContext, address: PeerAddress, deadline: float) ->
     except (ValueError, ArithmeticError) as error:  # IncompatibleCachesError, PlanError, regions, impossible numbers
         raise PullFailed(Cause.INCOMPATIBLE, str(error)) from error
     try:
-        for rank in peer.plans:
-            peer.link(rank)
+        peer.open_links(peer.plans)
     except BaseException:
         peer.close()
         raise

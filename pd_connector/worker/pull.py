@@ -383,8 +383,7 @@ class Pull:
 
     def _read_batches(self, peer: Peer, batches: dict[int, Copies], place: Place) -> list[RankRead]:
         """Read the bytes of all ranks into place, through staging where that is cheaper."""
-        for rank in batches:
-            peer.link(rank, place)
+        peer.open_links(batches, place)
         reads = list(
             for_each_rank(lambda rank: self._read_from(peer, rank, batches[rank], place), list(batches)).values()
         )

@@ -225,8 +225,7 @@ class PeerSession:
         reason = ""
         try:
             peer = self._linked(lane)
-            for rank in peer.plans:
-                peer.link(rank)
+            peer.open_links(peer.plans)
         except Exception as error:  # whatever it is: the other lanes carry on, and find out
             reason = str(error) or type(error).__name__
         with self._changed:

@@ -2,13 +2,16 @@
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from pd_connector.orders import Cause
-from tests.support.connector.engines import THEIRS, PrefillEngine, Site, an_order
+from tests.support.connector.engines import PREFILL, THEIRS, PrefillEngine, Site, an_order
 from tests.support.engine.in_process import Fault, InProcessEngine
-from tests.support.waiting import until
+from tests.support.waiting import WAIT_S, until
+from transfer.engine.interface import Link
 
 FIRST, SECOND, THIRD = (((1, 2, 8, 3, 11),), ((7, 4, 10, 9, 6),), ((5,),))
 
@@ -57,6 +60,25 @@ def test_the_next_pull_has_links_of_its_own_that_were_opened_before(site: Site, 
     gate.set()
     assert worker.next_end().cause == ""
     assert worker.holds([(FIRST, 0, 69), (SECOND, 0, 69)])
+
+
+def test_the_links_of_a_lane_to_several_ranks_are_opened_at_once(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes several round trips. The first lane opens them with the handshake, the next one beside a pull."""
+    at_once = threading.Barrier(4, timeout=WAIT_S)
+    prefill, (worker,) = site.prefill(replace(PREFILL, tp=4)), site.decode()
+    open_link = worker.engine.open
+
+    def open_with_others(*peer: Any) -> Link:
+        at_once.wait()
+        return open_link(*peer)
+
+    monkeypatch.setattr(worker.engine, "open", open_with_others)
+    remote = prefill.prefill("r", THEIRS)
+    session = site.session(worker, remote)
+    session.submit(an_order("r", remote, FIRST))
+    assert worker.next_end().cause == ""
+    until(lambda: len(worker.engine._links) == 8)
+    assert worker.holds([(FIRST, 0, 69)])
 
 
 def test_a_process_that_took_the_address_while_lanes_read_fails_them_and_no_link_is_opened_to_it(

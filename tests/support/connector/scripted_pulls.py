@@ -1,7 +1,7 @@
 """A session with a prefill engine whose pulls do what the test says: scripted pulls, and handshakes made by hand."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
@@ -83,10 +83,11 @@ class ScriptedPeer:
         self.world.others.append(ScriptedPeer(self.world))
         return self.world.others[-1]
 
-    def link(self, rank: int) -> None:
-        if rank not in self.opened:
-            self.world.opening(rank)
-            self.opened.append(rank)
+    def open_links(self, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            if rank not in self.opened:
+                self.world.opening(rank)
+                self.opened.append(rank)
 
     def let_go(self) -> None:
         self.let_go_of += 1
@@ -154,8 +155,7 @@ def needing_links(pull: ScriptedPull) -> None:
     """Fail if a link is missing and cannot be opened, as a pull does."""
     peer = pull.meet(5.0)
     try:
-        for rank in peer.plans:
-            peer.link(rank)
+        peer.open_links(peer.plans)
     except ReadFailed as error:
         raise PullFailed(Cause.UNREACHABLE, str(error)) from error
     pull.report(PullEnd(pull.order.request_id))
