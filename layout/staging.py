@@ -289,11 +289,12 @@ def _place_loop(
     """
     _, sources, sizes = runs
     half, most_areas = limits[0], limits[1]
-    directs = moved = count = window = filled = areas = done = 0
+    zero: Any = np.int64(0)  # as a literal, it would have ``_append`` compiled for itself
+    directs = moved = count = window = filled = areas = done = zero
     borders[0] = 0
     for read in range(len(begins)):
         begin = begins[read]
-        directs = _append(direct, directs, runs, done, begin, 0)
+        directs = _append(direct, directs, runs, done, begin, zero)
         done = ends[read]
         while begin < done:
             room = half - filled
@@ -317,7 +318,7 @@ def _place_loop(
             reads[0, count], reads[1, count], reads[2, count] = address, sources[begin], width
             moved = _append(moves, moved, runs, begin, end, address - sources[begin])
             count, filled, begin = count + 1, filled + width, end
-    _append(direct, directs, runs, done, len(sizes), 0)
+    _append(direct, directs, runs, done, len(sizes), zero)
     borders[window + 1, 0], borders[window + 1, 1] = count, moved
     return window + 1
 

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numba.core.dispatcher import Dispatcher
 
+from layout import staging
 from layout.copies import Copies, Int64Array
 from layout.cost import CostModel
 from layout.geometry import Region
@@ -337,3 +339,11 @@ def test_limited_to_areas_the_bytes_are_the_same(
         assert len(window.copies)
         area = np.searchsorted(areas.starts, window.copies.destinations, side="right")
         assert len(np.unique(area)) <= per_window
+
+
+def test_no_loop_is_compiled_for_the_value_of_a_number() -> None:
+    """Each further form of a loop takes a part of a second, at the start of every worker."""
+    staging.warm_up()
+    loops = [each for each in vars(staging).values() if isinstance(each, Dispatcher)]
+    assert len(loops) >= 5
+    assert "Literal" not in str([loop.signatures for loop in loops])
