@@ -56,9 +56,9 @@ class DeviceReader:
         # its tensors are gone. What this stream had it for before is done when the block is left.
         with self._stream.running():
             buffer = torch.empty(len(starts) * size, dtype=torch.uint8, device=self._caches[0].device)
-        to = np.arange(len(starts), dtype=np.int64) * size + buffer.data_ptr()
-        TensorCopier([*self._caches, buffer])(Copies(to, starts, np.full(len(starts), size, np.int64)))
-        with self._stream.running():
+            to = np.arange(len(starts), dtype=np.int64) * size + buffer.data_ptr()
+            copy = TensorCopier([*self._caches, buffer], stream=self._stream)
+            copy(Copies(to, starts, np.full(len(starts), size, np.int64)))
             return buffer.cpu()
 
 

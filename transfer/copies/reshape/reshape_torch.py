@@ -49,7 +49,11 @@ _ROW_DTYPES = {4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 class SideStream:
-    """Owns a device stream beside the model's, for ``torch.cuda`` and ``torch.npu`` alike. Does nothing on the CPU."""
+    """Owns a device stream beside the model's, for ``torch.cuda`` and ``torch.npu`` alike. Does nothing on the CPU.
+
+    Keep it: torch_npu takes streams from a pool of 32, in turn, and one that comes round again is shared with whoever
+    has it. vllm-ascend updates its graphs on such a stream, where other work is taken for part of the update.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -98,6 +102,7 @@ class TensorCopier:
         segments: Sequence[Region] = (),
         temporary_bytes: int = DEFAULT_TEMPORARY_BYTES,
         view_bytes: int = 1 << 31,
+        stream: SideStream | None = None,
     ) -> None:
         """Keep the storages of all tensors alive, and copy between them.
 
@@ -108,6 +113,7 @@ class TensorCopier:
             temporary_bytes: device memory that a call may use at once. One row, of less than ``LARGE_BYTES``, must fit.
             view_bytes: the most bytes that an operator gets to see (plus ``LARGE_BYTES``), because the operators of
                 some devices may count in 32 bits.
+            stream: to copy on, of the same device; None: one of its own.
 
         Raises:
             ValueError: the tensors are on several devices or there are none, storages or segments overlap partly, or a
@@ -115,7 +121,7 @@ class TensorCopier:
         """
         self._storages = StorageTable(sides)
         self._views = DeviceViews(self._storages.storages, segments, view_bytes, LARGE_BYTES)
-        self._stream = SideStream(self._storages.device)
+        self._stream = stream or SideStream(self._storages.device)
         self._temporary_bytes = temporary_bytes
 
     @property
