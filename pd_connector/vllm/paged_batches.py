@@ -33,8 +33,12 @@ class Batch:
         return int(self.query_start[-1])
 
 
-def batches(block_tokens: int) -> Iterator[Batch]:
-    """Yield prefills of both sequences, a chunk of one with a decode of the other, and decodes, one to a new block."""
+def batches(block_tokens: int, start: int = 0) -> Iterator[Batch]:
+    """Yield prefills of both sequences, a chunk of one with a decode of the other, and decodes, one to a new block.
+
+    They are in ``BLOCKS`` blocks from block ``start``.
+    """
+    table = torch.tensor(_BLOCK_TABLE, dtype=torch.int32, device="cpu") + start
     for first, second in (
         ((0, block_tokens + 3), (0, block_tokens - 1)),
         ((block_tokens + 3, 2 * block_tokens + 4), (block_tokens - 1, block_tokens)),
@@ -42,7 +46,7 @@ def batches(block_tokens: int) -> Iterator[Batch]:
     ):
         lengths = [first[1] - first[0], second[1] - second[0]]
         slots = [
-            blocks[token // block_tokens] * block_tokens + token % block_tokens
+            (start + blocks[token // block_tokens]) * block_tokens + token % block_tokens
             for blocks, tokens in zip(_BLOCK_TABLE, (first, second), strict=True)
             for token in range(*tokens)
         ]
@@ -51,7 +55,7 @@ def batches(block_tokens: int) -> Iterator[Batch]:
             sequence_lengths=torch.tensor([first[1], second[1]], dtype=torch.int32, device="cpu"),
             longest_query=max(lengths),
             longest_sequence=max(first[1], second[1]),
-            block_table=torch.tensor(_BLOCK_TABLE, dtype=torch.int32, device="cpu"),
+            block_table=table,
             slots=torch.tensor(slots, dtype=torch.int64, device="cpu"),
         )
 

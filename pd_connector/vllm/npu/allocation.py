@@ -5,7 +5,8 @@ plugin calls ``register`` in every process of vLLM. In a worker whose configurat
 runner's allocation then makes one tensor over all layers for each part of the cache, K and V or MLA's two, and gives
 each layer a view of it, strided in the block dimension. That is done if the layers' caches have one form
 (``cache_form``) and the attention operators have just passed their check on such views on this device
-(``cache_check``). In all other cases the allocation is vllm-ascend's own, and one line of log says why.
+(``cache_check``), also on the last blocks of the caches themselves. In all other cases the allocation is vllm-ascend's
+own, and one line of log says why.
 
 Which shapes the runner would allocate, its own code says: it is asked on the meta device, which takes no memory.
 
@@ -29,6 +30,10 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 _RUNNER_MODULE = "vllm_ascend.worker.model_runner_v1"
 _APART = "PDConnector: each layer's KV cache is allocated apart: %s"
+
+
+class _NotTogetherError(Exception):
+    """The caches of all layers cannot be used together, though their form allows it; the message ends a sentence."""
 
 
 class JoinedCaches(dict[str, Any]):
@@ -126,47 +131,30 @@ def _joined_caches(
     runner: Any, kv_cache_config: Any, allocate: Callable[..., Any], reshape: Callable[..., Any]
 ) -> JoinedCaches | None:
     """Return the caches of all layers together, or None, with one line of log, if they are to be allocated apart."""
+    from pd_connector.vllm.npu.cache_form import LayersApartError  # noqa: PLC0415  imports torch
+
     if not cross_layer_blocks(runner.vllm_config):
         return None
     started = time.monotonic()
-    form = _checked_form(runner, kv_cache_config, allocate, reshape)
-    if form is None:
-        return None
-    elapsed_ms = (time.monotonic() - started) * 1e3
-    try:
-        caches = _allocate_together(form, runner.device)
-    except Exception as error:  # no memory in one piece, for example; the runner may find it in smaller ones
-        size = form.block_bytes * form.blocks
-        logger.warning(_APART, f"{size} bytes cannot be allocated together ({type(error).__name__}: {error})")
-        return None
-    logger.info(
-        "PDConnector: the KV caches of %d layers are allocated together, %d bytes of each block in %d runs; the "
-        "attention operators have passed their check on this (%.0f ms)",
-        len(form.layers), form.block_bytes, len(form.parts), elapsed_ms,
-    )  # fmt: skip
-    return caches
-
-
-def _checked_form(
-    runner: Any, kv_cache_config: Any, allocate: Callable[..., Any], reshape: Callable[..., Any]
-) -> "CacheForm | None":
-    """Return the form of the caches if the operators take them with all layers together; None, with one line of log."""
-    from pd_connector.vllm.npu.cache_form import LayersApartError  # noqa: PLC0415  imports torch
-
     try:
         form = _form(runner, kv_cache_config, allocate, reshape)
-        found = _failed_check(runner, form)
+        _check(runner, form)
+        caches = _allocate_together(form, runner.device)
+        _check(runner, form, caches)
     except LayersApartError as reason:
         logger.info(_APART, reason)
-        return None
+    except _NotTogetherError as reason:
+        logger.warning(_APART, reason)
     except Exception as error:  # the server must start even if vllm-ascend is not as this module expects
         logger.warning(_APART, f"the attention operators could not be checked ({type(error).__name__}: {error})")
-        return None
-    if found:
-        failed = "the attention operators fail their check on caches of all layers together"
-        logger.warning(_APART, f"{failed}: {found}")
-        return None
-    return form
+    else:
+        logger.info(
+            "PDConnector: the KV caches of %d layers are allocated together, %d bytes of each block in %d runs; the "
+            "attention operators have passed their check on this (%.0f ms with the allocation)",
+            len(form.layers), form.block_bytes, len(form.parts), (time.monotonic() - started) * 1e3,
+        )  # fmt: skip
+        return caches
+    return None
 
 
 def _form(runner: Any, kv_cache_config: Any, allocate: Callable[..., Any], reshape: Callable[..., Any]) -> "CacheForm":
@@ -193,16 +181,30 @@ def _form(runner: Any, kv_cache_config: Any, allocate: Callable[..., Any], resha
     return common_form(caches, int(groups[0].kv_cache_spec.block_size), int(kv_cache_config.num_blocks))
 
 
-def _failed_check(runner: Any, form: "CacheForm") -> str:
-    """Run the attention operators of the model on caches of all layers together; return how they fail, if they do."""
-    from pd_connector.vllm.npu.cache_check import difference  # noqa: PLC0415
+def _check(runner: Any, form: "CacheForm", caches: JoinedCaches | None = None) -> None:
+    """Check the model's attention operators on the last blocks of ``caches``; None: on small caches of their own.
+
+    Raises:
+        _NotTogetherError: they fail.
+    """
+    if found := _failed_check(runner, form, caches):
+        which = "caches of all layers together" if caches is None else "the last blocks of all layers' caches together"
+        raise _NotTogetherError(f"the attention operators fail their check on {which}: {found}")
+
+
+def _failed_check(runner: Any, form: "CacheForm", caches: JoinedCaches | None) -> str:
+    from pd_connector.vllm.npu.cache_check import difference, difference_at_end  # noqa: PLC0415
     from pd_connector.vllm.npu.memory_watch import DeviceMemoryWatch  # noqa: PLC0415
     from pd_connector.vllm.npu.operators import attention_operators  # noqa: PLC0415
 
     watch = DeviceMemoryWatch()
     try:
         for operators in attention_operators(runner.vllm_config, form.layers, runner.device):
-            if found := difference(operators, form.parts, form.block_tokens, runner.device, watch):
+            if caches is None:
+                found = difference(operators, form.parts, form.block_tokens, runner.device, watch)
+            else:
+                found = difference_at_end(operators, list(caches.values()), form.block_tokens)
+            if found:
                 return found
     finally:
         watch.give_back()
@@ -210,6 +212,17 @@ def _failed_check(runner: Any, form: "CacheForm") -> str:
 
 
 def _allocate_together(form: "CacheForm", device: Any) -> JoinedCaches:
+    """Return caches of zeros.
+
+    Raises:
+        _NotTogetherError: there is no memory in one piece, for example; the runner may find it in smaller ones.
+    """
     from pd_connector.vllm.cross_layer_tensors import allocate_cross_layer  # noqa: PLC0415
 
-    return JoinedCaches(allocate_cross_layer(form.parts, form.layers, form.blocks, device))
+    try:
+        return JoinedCaches(allocate_cross_layer(form.parts, form.layers, form.blocks, device))
+    except Exception as error:
+        size = form.block_bytes * form.blocks
+        raise _NotTogetherError(
+            f"{size} bytes cannot be allocated together ({type(error).__name__}: {error})"
+        ) from error

@@ -7,6 +7,8 @@ every step. That includes bytes that a step must not touch, because every byte b
 Operators may also take such a view and make a dense copy of the whole cache at every call. Their outputs are right, and
 they are slow. So they run on large views too, and what memory they take from the device must not grow by those.
 
+Operators may count offsets in 32 bits, which the caches that serve exceed. So they run on the last blocks of these too.
+
 This module uses torch only. ``operators`` calls a backend's operators, ``allocation`` handles failures.
 """
 
@@ -66,34 +68,87 @@ def difference(
     An exception on these caches alone is a difference; one on dense caches propagates.
     """
     with torch.no_grad():
-        found = _other_bits(operators, parts, block_tokens, device)
+        found = _other_bits_in_small(operators, parts, block_tokens, device)
         return found or _copies(operators, parts, block_tokens, device, watch)
 
 
-def _other_bits(operators: CacheOperators, parts: Sequence[PartShape], block_tokens: int, device: torch.device) -> str:
+def difference_at_end(operators: CacheOperators, layers: Sequence[Parts], block_tokens: int) -> str:
+    """Return how the operators fail on the last blocks of caches; empty if they do not, or the blocks are too few.
+
+    Args:
+        operators: which have shown no ``difference``.
+        layers: at least two, all in one tensor [blocks, layers, *shape of a block] for each part, of zeros. They hold
+            zeros again if nothing is returned.
+        block_tokens: tokens in a block.
+
+    Exceptions: as in ``difference``.
+    """
+    start = len(layers[0][0]) - BLOCKS
+    if start < 0:
+        return ""
+    ends = (layers[0], layers[-1])
+    last = [_last_blocks(part, len(layers)) for part in layers[0]]
+    plain = [part.new_zeros((len(ends), BLOCKS, *part.shape[1:])) for part in layers[0]]
+
+    def same_contents() -> bool:
+        found = [part.cpu() for part in last]
+        untouched = not any(part[:, 1:-1].any() for part in found)
+        return untouched and _same_contents(plain, [part[:, [0, -1]] for part in found])
+
+    with torch.no_grad():
+        failure = _other_bits(operators, plain, ends, block_tokens, same_contents, start)
+        for part in last:
+            part.zero_()
+    return failure
+
+
+def _last_blocks(part: torch.Tensor, layers: int) -> torch.Tensor:
+    """Return a dense view of the last blocks, by the first layer's part. Shape [BLOCKS, layers, *shape of a block]."""
+    block = part[0]
+    shape, strides = (BLOCKS, layers, *block.shape), (part.stride(0), block.numel(), *block.stride())
+    return part[-BLOCKS:].as_strided(shape, strides)
+
+
+def _other_bits_in_small(
+    operators: CacheOperators, parts: Sequence[PartShape], block_tokens: int, device: torch.device
+) -> str:
     contents = [varied((LAYERS, BLOCKS, *part.block), part.dtype) for part in parts]
     plain = [content.to(device) for content in contents]
     joined = [content.transpose(0, 1).contiguous().to(device) for content in contents]
-    for step, batch in enumerate(batches(block_tokens)):
-        seeds = [step * LAYERS + layer for layer in range(LAYERS)]
+    views = [[part[:, layer] for part in joined] for layer in range(LAYERS)]
+    return _other_bits(operators, plain, views, block_tokens, lambda: _same_contents(plain, joined))
+
+
+def _other_bits(
+    operators: CacheOperators,
+    plain: Parts,
+    views: Sequence[Parts],
+    block_tokens: int,
+    same_contents: Callable[[], bool],
+    start: int = 0,
+) -> str:
+    """Run steps on ``plain``, [layers, BLOCKS, *shape of a block] a part, and on the ``views`` from ``start`` on."""
+    steps = zip(batches(block_tokens), batches(block_tokens, start), strict=True)
+    for step, (batch, moved) in enumerate(steps):
+        seeds = [step * len(views) + layer for layer in range(len(views))]
         # All layers write before any attends, so that a layer that overwrites another one's bytes shows in both.
         for layer, seed in enumerate(seeds):
             operators.write([part[layer] for part in plain], batch, seed)
             try:
-                operators.write([part[:, layer] for part in joined], batch, seed)
+                operators.write(views[layer], moved, seed)
             except Exception as error:
                 return f"writing raises {type(error).__name__}: {error}"
-        if not _same_contents(plain, joined):
+        if not same_contents():
             return f"after writing in step {step} the cache holds other bytes"
         for layer, seed in enumerate(seeds):
             expected = operators.attend([part[layer] for part in plain], batch, seed)
             try:
-                outputs = operators.attend([part[:, layer] for part in joined], batch, seed)
+                outputs = operators.attend(views[layer], moved, seed)
             except Exception as error:
                 return f"attention raises {type(error).__name__}: {error}"
             if not all(same_bits(one.cpu(), other.cpu()) for one, other in zip(expected, outputs, strict=True)):
                 return f"the attention output of layer {layer} in step {step} differs"
-    return "" if _same_contents(plain, joined) else "attention changed the cache"
+    return "" if same_contents() else "attention changed the cache"
 
 
 def _same_contents(plain: Parts, joined: Parts) -> bool:

@@ -19,7 +19,7 @@ from layout.sharding import choose_sources
 from pd_connector.config import ConnectorConfig
 from pd_connector.scheduler.scheduler import ConnectorScheduler
 from pd_connector.stats import StatsRecorder
-from pd_connector.vllm import layouts
+from pd_connector.vllm import cross_layer_tensors, layouts
 from pd_connector.vllm.cache_groups import GroupSpec, Ranks
 from pd_connector.vllm.cross_layer_tensors import ALIGNMENT
 from pd_connector.vllm.npu import allocation
@@ -53,8 +53,12 @@ def runner_class(monkeypatch: pytest.MonkeyPatch) -> Any:
     return runner
 
 
-def operators_say(monkeypatch: pytest.MonkeyPatch, found: str | Exception) -> None:
-    def check(runner: Any, form: Any) -> str:
+def operators_say(monkeypatch: pytest.MonkeyPatch, found: str | Exception, *, at_end: bool = False) -> None:
+    """Of small caches, or ``at_end`` of the caches that would serve."""
+
+    def check(runner: Any, form: Any, caches: Any) -> str:
+        if at_end and caches is None:
+            return ""
         if isinstance(found, Exception):
             raise found
         return found
@@ -173,20 +177,25 @@ def test_caches_without_a_common_form_stay_apart(
     assert log.records[0].levelno == logging.INFO
 
 
+@pytest.mark.parametrize(
+    ("at_end", "where"),
+    [(False, "caches of all layers together"), (True, "the last blocks of all layers' caches together")],
+)
 def test_caches_stay_apart_if_the_operators_fail_their_check(
-    runner_class: Any, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+    runner_class: Any, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture, *, at_end: bool, where: str
 ) -> None:
-    operators_say(monkeypatch, "writing raises RuntimeError: 561002")
+    operators_say(monkeypatch, "writing raises RuntimeError: 561002", at_end=at_end)
     assert said_of_caches_apart(runner_class(RunnerModel()), log) == (
-        "the attention operators fail their check on caches of all layers together: writing raises RuntimeError: 561002"
+        f"the attention operators fail their check on {where}: writing raises RuntimeError: 561002"
     )
     assert log.records[0].levelno == logging.WARNING
 
 
+@pytest.mark.parametrize("at_end", [False, True])
 def test_the_server_starts_if_the_check_cannot_be_made(
-    runner_class: Any, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+    runner_class: Any, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture, *, at_end: bool
 ) -> None:
-    operators_say(monkeypatch, AttributeError("no attribute 'exec_kv_decode'"))
+    operators_say(monkeypatch, AttributeError("no attribute 'exec_kv_decode'"), at_end=at_end)
     said = said_of_caches_apart(runner_class(RunnerModel()), log)
     assert said == "the attention operators could not be checked (AttributeError: no attribute 'exec_kv_decode')"
 
@@ -194,10 +203,10 @@ def test_the_server_starts_if_the_check_cannot_be_made(
 def test_caches_stay_apart_if_there_is_no_room_in_one_piece(
     runner_class: Any, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ) -> None:
-    def no_room(form: Any, device: Any) -> Any:
+    def no_room(*_: Any) -> Any:
         raise torch.OutOfMemoryError("NPU out of memory")
 
-    monkeypatch.setattr(allocation, "_allocate_together", no_room)
+    monkeypatch.setattr(cross_layer_tensors, "allocate_cross_layer", no_room)
     assert said_of_caches_apart(runner_class(RunnerModel()), log) == (
         "30720 bytes cannot be allocated together (OutOfMemoryError: NPU out of memory)"
     )

@@ -4,13 +4,15 @@ Covers: pd_connector.vllm.paged_batches.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pd_connector.vllm.npu.cache_check import Parts, PartShape, difference
+from pd_connector.vllm.cross_layer_tensors import allocate_cross_layer
+from pd_connector.vllm.npu.cache_check import Parts, PartShape, difference, difference_at_end
 from pd_connector.vllm.paged_batches import Batch, batches, same_bits, varied
 
 TOKENS = 16
@@ -85,6 +87,23 @@ class Scribbling(Operators):
         return outputs
 
 
+class Wrapping(Operators):
+    """Operators that count the items from the start of a cache to a block modulo ``LIMIT``."""
+
+    LIMIT = 1 << 14
+
+    def __init__(self, *, writing: bool, attending: bool) -> None:
+        self.writing, self.attending = writing, attending
+
+    def write(self, cache: Parts, batch: Batch, seed: int) -> None:
+        slots = batch.slots % (self.LIMIT // cache[0].stride(0) * TOKENS)
+        super().write(cache, replace(batch, slots=slots) if self.writing else batch, seed)
+
+    def attend(self, cache: Parts, batch: Batch, seed: int) -> list[torch.Tensor]:
+        table = batch.block_table % (self.LIMIT // cache[0].stride(0))
+        return super().attend(cache, replace(batch, block_table=table) if self.attending else batch, seed)
+
+
 class Clones(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
     """Counts the bytes of dense copies."""
 
@@ -154,6 +173,61 @@ def test_operators_that_fail_on_dense_caches_too_are_an_error() -> None:
 
     with pytest.raises(RuntimeError, match="no kernel"):
         found(Broken())
+
+
+# On the last blocks of caches that would serve
+
+
+def served(blocks: int, parts: tuple[PartShape, ...] = GQA) -> list[Parts]:
+    return list(allocate_cross_layer(parts, ("l0", "l1", "l2", "l3"), blocks, "cpu").values())
+
+
+@pytest.mark.parametrize("parts", [GQA, MLA])
+@pytest.mark.parametrize("blocks", [3, 7, 64])
+def test_operators_that_count_on_pass_at_the_end_and_leave_zeros(blocks: int, parts: tuple[PartShape, ...]) -> None:
+    layers = served(blocks, parts)
+    assert difference_at_end(Operators(), layers, TOKENS) == ""
+    assert not any(part.any() for layer in layers for part in layer)
+
+
+@pytest.mark.parametrize(
+    ("writing", "attending", "what"),
+    [
+        (True, False, "after writing in step 0 the cache holds other bytes"),
+        (False, True, "the attention output of layer 0 in step 0 differs"),
+        (True, True, "after writing in step 0 the cache holds other bytes"),
+    ],
+)
+def test_operators_that_count_too_few_items_are_noticed_only_there(
+    *, writing: bool, attending: bool, what: str
+) -> None:
+    operators = Wrapping(writing=writing, attending=attending)
+    assert found(operators) == ""
+    assert difference_at_end(operators, served(64), TOKENS) == what
+
+
+def test_operators_that_write_into_the_blocks_of_other_layers_are_noticed_there() -> None:
+    class Overrunning(Operators):
+        def write(self, cache: Parts, batch: Batch, seed: int) -> None:
+            super().write(cache, batch, seed)
+            for part in cache:
+                if not part.is_contiguous():
+                    part[-1].as_strided((part[0].numel() + 1,), (1,))[-1] = 1
+
+    assert difference_at_end(Overrunning(), served(64), TOKENS).startswith("after writing in step 0 ")
+
+
+def test_the_last_block_is_among_them() -> None:
+    seen: list[int] = []
+
+    class Noting(Operators):
+        def write(self, cache: Parts, batch: Batch, seed: int) -> None:
+            super().write(cache, batch, seed)
+            if not cache[0].is_contiguous():
+                seen.extend((batch.slots // TOKENS).tolist())
+
+    assert difference_at_end(Noting(), served(64), TOKENS) == ""
+    assert max(seen) == 63
 
 
 def test_the_steps_write_each_token_of_both_sequences_once() -> None:
