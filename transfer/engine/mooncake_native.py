@@ -37,6 +37,11 @@ _CODES = {
     -202: "the driver refused it. A GPU's memory needs the kernel module nvidia-peermem, or WITH_NVIDIA_PEERMEM=0 in "
     "the environment (DMA-BUF); a host's needs `ulimit -l unlimited`",
 }
+#: Mooncake's transport for Ascend returns -1 for whatever it is refused.
+_ASCEND_REFUSED = (
+    "CANN's answer is in Mooncake's line 'Register mem ret' above. Its documentation allows 50 GB of device memory on "
+    "A2 and A3: if these are exceeded, lower gpu_memory_utilization"
+)
 _OPEN_SEGMENT = "_ZN8mooncake14TransferEngine11openSegmentERKNSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE"
 _NO_SEGMENT = 2**64 - 1
 _STILL_IN_FLIGHT = -2  # for longer than MC_SLICE_TIMEOUT, which cancels nothing
@@ -265,9 +270,10 @@ class NativeEngine:
             if code != 0:
                 for done in regions[:number]:
                     self._engine.unregister_memory(done.address)
+                of_cann = self._options.protocol == "ascend" and code == -1
+                why = _ASCEND_REFUSED if of_cann else _CODES.get(code, "no reason given")
                 raise EngineStartError(
-                    f"Mooncake refused to register the {describe_region(region)}: "
-                    f"{_CODES.get(code, 'no reason given')} (code {code})"
+                    f"Mooncake refused to register the {describe_region(region)} (code {code}): {why}"
                 )
 
     def probe(self, address: str) -> bool:

@@ -3,6 +3,7 @@
 The calls into Mooncake are replaced: its library for Ascend needs CANN.
 """
 
+import os
 from collections.abc import Iterator
 from unittest.mock import MagicMock, create_autospec
 
@@ -14,7 +15,7 @@ from tests.support.memory import Memory
 from transfer.engine import mooncake
 from transfer.engine.interface import EngineStartError
 from transfer.engine.mooncake import IDENTITY_BYTES, MooncakeEngine, MooncakeOptions
-from transfer.engine.mooncake_native import NativeEngine
+from transfer.engine.mooncake_native import NativeEngine, NativeOptions
 
 MIB = 1 << 20
 OPTIONS = MooncakeOptions("127.0.0.1", protocol="ascend")
@@ -112,6 +113,24 @@ def test_an_engine_that_did_not_start_leaves_the_process_to_the_next(
     native.delete.assert_called_once()
     native.register.side_effect = None
     MooncakeEngine(OPTIONS, Pages()).close()
+
+
+@pytest.mark.parametrize(
+    ("protocol", "said"),
+    [("ascend", "'Register mem ret' above.*50 GB.*lower gpu_memory_utilization"), ("tcp", "invalid argument")],
+)
+def test_of_what_cann_refuses_its_own_answer_is_named(
+    monkeypatch: pytest.MonkeyPatch, protocol: str, said: str
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    library = MagicMock()
+    library.get_rpc_port.return_value = 15000
+    library.register_memory.side_effect = [0, -1]
+    engine = NativeEngine(NativeOptions("127.0.0.1", protocol, "", 10, 10), lambda _: library)
+    with pytest.raises(EngineStartError, match=rf"region at 0x6600000 .* \(code -1\): .*{said}"):
+        engine.register(regions(2))
+    engine.delete()
+    library.unregister_memory.assert_called_once_with(100 * MIB)
 
 
 def test_other_transports_have_none_of_these_rules() -> None:
