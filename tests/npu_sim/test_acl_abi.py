@@ -28,7 +28,7 @@ CONSTANTS = {
 }
 
 _BATCH = "void **, size_t *, void **, size_t *, size_t, aclrtMemcpyBatchAttr *, size_t *, size_t"
-#: What the headers declare: result and parameters.
+#: What the headers declare, and what of the runtime they do not have: result and parameters.
 DECLARATIONS = {
     "aclrtMemcpyBatchAsync": ("int", f"{_BATCH}, size_t *, aclrtStream"),
     "aclrtMemcpyBatchAsyncV2": ("int", f"{_BATCH}, aclrtStream"),
@@ -36,6 +36,7 @@ DECLARATIONS = {
     "aclrtPointerGetAttributes": ("int", "const void *, aclrtPtrAttributes *"),
     "aclrtMallocHost": ("int", "void **, size_t"),
     "aclrtFreeHost": ("int", "void *"),
+    "aclrtDeviceGetPCIBusId": ("int", "int32_t, char *, int32_t"),
     "aclrtSetDevice": ("int", "int32_t"),
     "aclGetRecentErrMsg": ("const char *", ""),
 }
@@ -67,6 +68,7 @@ def compile_assertions(folder: Path, assertions: list[str], main: str = "") -> s
     source = folder / "abi.c"
     source.write_text(
         "#include <stddef.h>\n#include <stdint.h>\n#include <acl/acl.h>\n#include <acl/error_codes/rt_error_codes.h>\n"
+        "aclError aclrtDeviceGetPCIBusId(int32_t, char *, int32_t);\n"
         + "".join(f'_Static_assert({text}, "");\n' for text in assertions)
         + f"int main(void) {{ {main} return 0; }}\n"
     )

@@ -13,6 +13,7 @@ import torch
 
 from layout.geometry import Region
 from transfer import numa
+from transfer.copies.batch.backends import npu_pci_address
 
 logger = logging.getLogger(__name__)
 
@@ -31,12 +32,14 @@ class NearNode:
 def near_node(device: torch.device, system: Path = Path("/")) -> NearNode:
     """Return the node of ``device``, as this process sees it. ``system`` is the directory with ``sys``.
 
-    A GPU has the node of its place on the PCI bus. No call of torch_npu, nor of the runtime that it is linked with,
-    tells an NPU's; but vllm-ascend binds its workers to processors near theirs (``cpu_binding.py``), as torch_npu's
-    ``CPU_AFFINITY_CONF`` does. So an NPU's worker, as one on CPU, has the node of the processors that it is bound to.
+    A GPU has the node of its place on the PCI bus, and so has an NPU where CANN tells that. Other workers have the node
+    of the processors that they are bound to. vllm-ascend binds its own (``cpu_binding.py``) only after their caches are
+    registered.
     """
     if device.type == "cuda":
         return _of_gpu(torch.cuda.get_device_properties(device), device, system)
+    if device.type == "npu" and (address := npu_pci_address(device.index or 0)):
+        return _of_place(address, device, system)
     return _of_processors(os.sched_getaffinity(0), system)
 
 
@@ -51,6 +54,10 @@ def _of_gpu(properties: Any, device: torch.device, system: Path) -> NearNode:
         address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
     except AttributeError:
         return NearNode(None, f"this PyTorch does not tell where {device} is on the PCI bus")
+    return _of_place(address, device, system)
+
+
+def _of_place(address: str, device: torch.device, system: Path) -> NearNode:
     try:
         node = int((system / _PCI_DEVICES / address / "numa_node").read_text())
     except (OSError, ValueError):

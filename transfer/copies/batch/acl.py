@@ -127,6 +127,14 @@ class AclRuntime(CopyRuntime):
             return False
         return bool(attributes.location.type == abi.LOCATION_UNREGISTERED)
 
+    def pci_address(self) -> str:
+        """Return the device's place on the PCI bus, as "0000:3d:00.0"; "" where the runtime does not tell."""
+        ask = self._functions.get("aclrtDeviceGetPCIBusId")
+        text = ctypes.create_string_buffer(32)
+        if ask is None or ask(self._device, ctypes.addressof(text), len(text)) != abi.SUCCESS:
+            return ""
+        return text.value.decode(errors="replace").lower()
+
     def explain(self, code: int) -> Explanation:
         """See ``CopyRuntime``. Adds the runtime's latest error message of this thread, if there is one."""
         name, meaning = abi.ERRORS.get(code, ("unlisted ACL error", "see CANN's list of error codes"))

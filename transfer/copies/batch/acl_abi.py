@@ -1,6 +1,7 @@
 """The part of Ascend's ``acl/acl_rt.h`` that copies need, for ctypes: structures, constants, prototypes, error names.
 
-Taken from the headers in the wheel of torch_npu 2.13.0; a test compiles against them. Makes no calls.
+Taken from the headers in the wheel of torch_npu 2.13.0; a test compiles against them. ``aclrtDeviceGetPCIBusId`` is not
+in these: it is taken from the sources of CANN's runtime. Makes no calls.
 """
 
 import ctypes
@@ -46,6 +47,7 @@ PROTOTYPES: dict[str, tuple[tuple[type, ...], type]] = {
     "aclrtPointerGetAttributes": ((c_void_p, POINTER(PtrAttributes)), c_int),
     "aclrtMallocHost": ((POINTER(c_void_p), c_size_t), c_int),
     "aclrtFreeHost": ((c_void_p,), c_int),
+    "aclrtDeviceGetPCIBusId": ((c_int32, c_void_p, c_int32), c_int),
     "aclrtSetDevice": ((c_int32,), c_int),
     "aclGetRecentErrMsg": ((), c_char_p),
 }

@@ -6,7 +6,7 @@ Imports or loads nothing of CUDA, CANN, torch or torch_npu before it is needed.
 from enum import Enum
 
 from transfer.copies.batch.acl import AclRuntime
-from transfer.copies.batch.base import Direction
+from transfer.copies.batch.base import CopierStartError, Direction
 from transfer.copies.batch.copier import BatchCopier
 from transfer.copies.batch.cuda import CudaRuntime
 from transfer.copies.batch.device import DeviceBackend
@@ -53,6 +53,14 @@ def pinned_memory(backend: Backend, size: int, device: int = 0, node: int | None
         memory = HostMemory(size, node)
         return PinnedMemory(memory.region, lambda: None, owner=memory)
     return _runtime(backend, device).pinned(size, node)
+
+
+def npu_pci_address(device: int) -> str:
+    """Return where torch's NPU number ``device`` is on the PCI bus ("0000:3d:00.0"), "" where CANN does not tell."""
+    try:
+        return AclRuntime.load(device).pci_address()
+    except CopierStartError:
+        return ""
 
 
 def _runtime(backend: Backend, device: int) -> AclRuntime | CudaRuntime:

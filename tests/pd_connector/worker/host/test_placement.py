@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from pd_connector.worker.host import placement
 from pd_connector.worker.host.placement import NearNode, log_placement, near_node
 from tests.support.memory import Memory
 from tests.support.numa import needs_a_choice, online
@@ -71,15 +72,44 @@ def test_a_pytorch_that_tells_no_place_has_no_node(system: Path, monkeypatch: py
     assert near == NearNode(None, "this PyTorch does not tell where cuda:1 is on the PCI bus")
 
 
+# Of NPUs
+
+
+class Npu:
+    """An NPU as torch_npu names it, which is not there."""
+
+    type, index = "npu", 1
+
+    def __str__(self) -> str:
+        return "npu:1"
+
+
+NPU: Any = Npu()
+
+
+def cann_tells(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    monkeypatch.setattr(placement, "npu_pci_address", lambda number: {NPU.index: place}[number])
+
+
+def test_an_npu_has_the_node_of_its_place_wherever_its_worker_may_run(
+    system: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bound_to(monkeypatch, *range(8))
+    cann_tells(monkeypatch, "0001:3b:02.0")
+    near = near_node(NPU, with_gpu(system, monkeypatch, "1\n"))
+    assert near == NearNode(1, "that is the node of npu:1 (0001:3b:02.0)")
+
+
 # Of processors
 
 
-@pytest.mark.parametrize("device", [CPU, torch.device("privateuseone", 1)], ids=["cpu", "npu"])
+@pytest.mark.parametrize("device", [CPU, NPU], ids=["cpu", "npu"])
 @pytest.mark.parametrize(("processors", "node"), [((4,), 0), ((0, 1, 4, 5), 0), ((3, 7), 1), ((6,), 1)])
 def test_a_worker_that_is_bound_to_a_node_has_it(
     system: Path, monkeypatch: pytest.MonkeyPatch, device: torch.device, processors: tuple[int, ...], node: int
 ) -> None:
     bound_to(monkeypatch, *processors)
+    cann_tells(monkeypatch, "")
     near = near_node(device, system)
     assert near == NearNode(node, "that is the node of the processors that this worker is bound to")
 

@@ -30,6 +30,30 @@ def test_a_library_that_is_not_the_runtime_is_refused() -> None:
         AclRuntime(ctypes.CDLL("libc.so.6"), 0)
 
 
+# Where a device is
+
+
+def runtime_that_tells(place: bytes, code: int = acl_abi.SUCCESS) -> AclRuntime:
+    def tell(device: int, text: int, size: int) -> int:
+        assert (device, size >= 13) == (3, True)
+        ctypes.memmove(text, place + b"\0", len(place) + 1)
+        return code
+
+    number = ctypes.c_int32
+    library = {name: ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 0) for name in acl_abi.REQUIRED}
+    library["aclrtDeviceGetPCIBusId"] = ctypes.CFUNCTYPE(ctypes.c_int, number, ctypes.c_uint64, number)(tell)
+    return AclRuntime(cast("Any", SimpleNamespace(**library)), 3)
+
+
+def test_a_runtime_tells_the_place_of_its_device_as_linux_writes_it() -> None:
+    assert runtime_that_tells(b"0000:3D:00.0").pci_address() == "0000:3d:00.0"
+
+
+def test_a_runtime_that_refuses_or_lacks_the_call_tells_no_place() -> None:
+    assert runtime_that_tells(b"0000:3d:00.0", acl_abi.FEATURE_NOT_SUPPORT).pci_address() == ""
+    assert Allocator().runtime.pci_address() == ""
+
+
 # Where pinned memory comes from
 
 

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from transfer.copies.batch.backends import Backend, open_copier, pinned_memory
+from transfer.copies.batch import acl
+from transfer.copies.batch.backends import Backend, npu_pci_address, open_copier, pinned_memory
 from transfer.copies.batch.base import CopierStartError, Direction
 
 
@@ -30,6 +31,11 @@ def test_a_missing_library_is_named_with_a_way_to_get_it(backend: Backend, libra
             attempt()
         assert library in str(caught.value)
         assert way_out in str(caught.value)
+
+
+def test_without_cann_no_npu_has_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(acl, "LIBRARY", "libascendcl-of-nobody.so")
+    assert npu_pci_address(0) == ""
 
 
 @pytest.mark.thorough
