@@ -19,10 +19,12 @@ from tests.support.e2e.corruption import (
     wait_until_summed,
 )
 from tests.support.e2e.deployments import on
+from tests.support.e2e.host_memory import wait_until_nothing_is_lent
 from tests.support.e2e.hybrid_deployments import (
     GRANITE,
     GRANITE_BLOCK,
     GRANITE_BORDERS,
+    GRANITE_BORDERS_SHORT_OF_BLOCKS,
     GRANITE_ODD,
     GRANITE_SHORT_OF_BLOCKS,
     GRANITE_STEP,
@@ -140,18 +142,22 @@ class TestBordersOfMamba2:
         assert_failed_pull(pair, prompt, params, "checksum", (f"part '{part}'", "checksums of what has arrived differ"))
 
 
-@on(GRANITE_SHORT_OF_BLOCKS)
+@on(GRANITE_SHORT_OF_BLOCKS, *GRANITE_BORDERS_SHORT_OF_BLOCKS)
 @pairs(("P", "D"))
+@pytest.mark.timeout(900)  # which counts the start of the servers, too
 class TestTrouble:
     def test_prompts_that_the_decode_server_preempts(self, pair: Pair) -> None:
-        """It has no state of theirs any more, and computes them again."""
+        """It has no states of theirs any more but at borders, and computes again what comes behind these."""
         prompts = [make_prompt(300, (pair.name, "preempted on D", number)) for number in range(8)]
-        before = pair.decode.client.metrics()
+        client, before = pair.decode.client, pair.decode.client.metrics()
         with ThreadPoolExecutor(len(prompts)) as clients:
             together = list(clients.map(lambda prompt: pair.disaggregate(prompt, 250), prompts))
-        assert pair.decode.client.metrics().since(before).value("vllm:num_preemptions_total") > 0
-        for prompt, completion in zip(prompts, together, strict=True):
-            assert_same_output(completion, pair.decode.client.compute(prompt, 250))
+        counted = client.metrics().since(before)
+        assert counted.value("vllm:num_preemptions_total") > 0
+        with ThreadPoolExecutor(4) as clients:  # for as many, the device has room
+            alone = list(clients.map(lambda prompt: client.compute(prompt, 250), prompts))
+        for completion, reference in zip(together, alone, strict=True):
+            assert_same_output(completion, reference)
 
     def test_prompts_that_the_prefill_server_preempts(self, pair: Pair) -> None:
         """A request that it answers itself grows until there is no room beside it."""
@@ -176,6 +182,16 @@ class TestTrouble:
             assert pair.decode.client.abandon(prompt, 2.0, kv_transfer_params=params)
         pair.wait_until_at_rest()
         pair.assert_pulls_right(make_prompt(1000, (pair.name, "after that")))
+
+    @pytest.mark.parametrize("at_once", [False, True], ids=["in turn", "at once"])
+    def test_clients_that_leave_at_any_moment_leave_nothing_behind(self, pair: Pair, at_once: bool) -> None:
+        prompts = [make_prompt(1000, (pair.name, "left", at_once, number)) for number in range(17)]
+        if at_once:
+            Router(pair).assert_nothing_is_left(prompts[1:])
+        else:
+            pair.assert_nothing_is_left(prompts[0])
+        pair.assert_right(pair.disaggregate(prompts[0]), prompts[0])
+        wait_until_nothing_is_lent(pair.decode)
 
     def test_a_prefill_server_that_dies(self, pair: Pair, cluster: Cluster) -> None:
         pair.get_acquainted()

@@ -54,12 +54,18 @@ GRANITE_ODD = Deployment(
 GRANITE_BLOCK = 96
 
 
-def _granite_with_borders(role: Role, tensor_parallel: int) -> ServerSpec:
+def _granite_with_borders(
+    role: Role,
+    tensor_parallel: int,
+    *arguments: str,
+    step: int = 4 * GRANITE_BLOCK,
+    options: tuple[tuple[str, object], ...] = (),
+) -> ServerSpec:
     """Finds prefixes."""
     worker = "tests.support.e2e.bordered_worker.BorderedWorker"
-    arguments = "--enable-prefix-caching", "--worker-cls", worker
-    spec = _hybrid(role, "granite", tensor_parallel, 4 * GRANITE_BLOCK, *arguments, block_size=GRANITE_BLOCK)
-    return replace(spec, options=(*spec.options, ("verify", True)))
+    arguments = ("--enable-prefix-caching", "--worker-cls", worker, *arguments)
+    spec = _hybrid(role, "granite", tensor_parallel, step, *arguments, block_size=GRANITE_BLOCK)
+    return replace(spec, options=(*spec.options, ("verify", True), *options))
 
 
 #: States at the borders of blocks, at pairs of tensor parallel sizes.
@@ -82,6 +88,27 @@ GRANITE_SHORT_OF_BLOCKS = Deployment(
         ("D", granite_server("kv_consumer", 1, *FEW)),
     ),
     slow=True,
+)
+
+
+def _short_of_blocks(name: str, *options: tuple[str, object]) -> Deployment:
+    """The same with states at borders, which take blocks of their own. P computes a block in a step."""
+    few = (*FEW, "--max-model-len", "3500")
+    step = GRANITE_BLOCK + GRANITE_BLOCK // 2  # beside the tokens of answers
+    return Deployment(
+        name,
+        (
+            ("P", _granite_with_borders("kv_producer", 1, *few, step=step, options=options)),
+            ("D", _granite_with_borders("kv_consumer", 1, *few, options=options)),
+        ),
+        slow=True,
+    )
+
+
+#: Without host memory, and with as much as one or two prompts take, to which leases move and where prompts land.
+GRANITE_BORDERS_SHORT_OF_BLOCKS = (
+    _short_of_blocks("granite, borders, few blocks"),
+    _short_of_blocks("granite, borders, host memory", ("cpu_bytes_to_use", 12 << 20), ("host_transfers", "auto")),
 )
 
 #: vLLM makes these blocks as large as a state.

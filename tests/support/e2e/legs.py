@@ -79,6 +79,19 @@ class Router:
         self.wait_for("complete", number=len(prompts), since=before)
         assert self.transfers().get("restarted", 0.0) > before.get("restarted", 0.0)
 
+    def assert_nothing_is_left(self, prompts: Sequence[list[int]]) -> None:
+        """Clients leave the decode legs of prompts at ever later moments, while P computes and after that."""
+        with self.pair.traffic() as traffic, ThreadPoolExecutor(1) as clients:
+            for number, prompt in enumerate(prompts):
+                name = uuid.uuid4().hex
+                complete, params = self.pair.prefill.client.complete, self.prefill_params(name)
+                prefill = clients.submit(complete, prompt, 1, kv_transfer_params=params)
+                self.pair.decode.client.abandon(
+                    prompt, 0.005 * 1.4**number, 100, kv_transfer_params=self.decode_params(name)
+                )
+                assert prefill.result().status == 200
+        assert traffic.leases("expired") == 0
+
     def assert_right(
         self, prompt: AnyPrompt, *, decode_first_s: float = 0.0, hit: int = 0, expected: Completion | None = None
     ) -> Traffic:

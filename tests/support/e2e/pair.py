@@ -220,6 +220,19 @@ class Pair:
         assert traffic.prefill is not None
         assert traffic.prefill.prompt_tokens("local_cache_hit") == held
 
+    def assert_nothing_is_left(self, prompt: list[int], moments: int = 16) -> None:
+        """Clients leave the decode leg of a prompt at ever later moments, up to a sixth of a second. No lease expires:
+        somebody knows that each is over.
+        """
+        with self.traffic() as traffic:
+            for number in range(moments):
+                params = self.prefill.client.prefill(prompt)
+                self.decode.client.abandon(
+                    prompt, 0.001 * 1.4**number, 100, kv_transfer_params=params, cache_salt=f"left after {number}"
+                )
+        assert traffic.leases("granted") == moments
+        assert traffic.leases("expired") == 0
+
     def assert_right(self, completion: Completion, prompt: AnyPrompt, expected: Completion | None = None) -> None:
         """The tokens and logprobs are those ``expected``, or that the decode server computes from the prompt itself."""
         assert completion.status == 200, completion.body
