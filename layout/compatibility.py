@@ -109,7 +109,7 @@ def check_planes(local: Plane, remote: Plane) -> None:
     Raises:
         IncompatibleCachesError: names the field and both values.
     """
-    for field in ("content", "item_size", "dtype", "packing", "tokens_per_row"):
+    for field in ("content", "dtype", "item_size", "packing", "tokens_per_row"):
         ours, theirs = getattr(local, field), getattr(remote, field)
         if ours != theirs:
             raise IncompatibleCachesError(

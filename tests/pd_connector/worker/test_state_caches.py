@@ -115,7 +115,8 @@ def test_a_state_that_is_needed_and_not_there(monkeypatch: Any) -> None:
 def test_other_states_are_refused(monkeypatch: Any) -> None:
     here = ranks(MAMBA2, BASIC, monkeypatch)[0]
     wider = replace(MAMBA2, dtype=MAMBA2.conv_dtype)
-    with pytest.raises(IncompatibleCachesError, match=r"'item_size' of part 'state'.* is 4 here and 2 on the remote"):
+    words = "'dtype' of part 'state'.* is 'float32' here and 'bfloat16' on the remote .* same --mamba-cache-dtype"
+    with pytest.raises(IncompatibleCachesError, match=words):
         state_plans(here, ranks(wider, BASIC, monkeypatch))
     with pytest.raises(IncompatibleCachesError, match="holds no KV cache part 'conv_x'"):
         state_plans(here, ranks(GDN, BASIC, monkeypatch))
