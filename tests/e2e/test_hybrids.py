@@ -5,13 +5,14 @@ step of its own: the same bits at equal tensor parallel sizes, and up to roundin
 """
 
 import json
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
 
-from tests.support.e2e.client import Client
+from tests.support.e2e.client import Client, Completion
 from tests.support.e2e.cluster import Cluster
 from tests.support.e2e.corruption import (
     assert_wrong_numbers_change_the_answer,
@@ -23,6 +24,7 @@ from tests.support.e2e.host_memory import wait_until_nothing_is_lent
 from tests.support.e2e.hybrid_deployments import (
     GRANITE,
     GRANITE_BLOCK,
+    GRANITE_BLOCKS,
     GRANITE_BORDERS,
     GRANITE_BORDERS_SHORT_OF_BLOCKS,
     GRANITE_ODD,
@@ -62,6 +64,15 @@ def assert_same_bits(pair: Pair, prompt: list[int]) -> None:
     completion = pair.disaggregate(prompt)
     reference = pair.decode.client.compute(prompt, len(completion.tokens))
     assert (completion.tokens, completion.logprobs) == (reference.tokens, reference.logprobs)
+
+
+@contextmanager
+def proxied(pair: Pair, legs: str) -> Iterator[Client]:
+    """A client of a proxy in front of both servers, which it has met."""
+    servers = ("--prefill", pair.prefill.client.base_url, "--decode", pair.decode.client.base_url)
+    with ProxyProcess(["-m", "pd_proxy", *servers, "--legs", legs]) as proxy, closing(Client(proxy.url)) as client:
+        assert client.complete(make_prompt(33, (pair.name, "introduced", legs))).status == 200
+        yield client
 
 
 @on(GRANITE_TO_TWO)
@@ -133,6 +144,27 @@ class TestBordersOfMamba2:
         router.assert_right(turn[:500], decode_first_s=0.3)
         router.assert_right(turn, decode_first_s=0.3, hit=500 // GRANITE_BLOCK * GRANITE_BLOCK)
 
+    @pytest.mark.parametrize("legs", ["together", "in-turn"])
+    def test_turns_through_the_proxy_are_told_as_by_a_single_server(self, pair: Pair, legs: str) -> None:
+        """Also how much of each was known: P's last border is that which D would have had."""
+        turn, salt = make_prompt(10 * GRANITE_BLOCK + 20, (pair.name, "proxied", legs)), f"alone {legs}"
+        with proxied(pair, legs) as client:
+            for tokens, known in ((500, 0), (len(turn), 500), (len(turn), len(turn))):
+                held = known // GRANITE_BLOCK * GRANITE_BLOCK
+                with pair.traffic() as traffic:
+                    completion = client.complete(turn[:tokens])
+                alone = pair.decode.client.complete(turn[:tokens], cache_salt=salt)
+                assert_same_output(completion, alone)
+                assert traffic.source("external_kv_transfer") == tokens - 1 - held
+                assert self._usage(completion) == self._usage(alone) == (tokens, 16, held)
+
+    @staticmethod
+    def _usage(completion: Completion) -> tuple[int, int, int]:
+        """The tokens of the prompt and of the answer, and of the prompt those that were known."""
+        usage = json.loads(completion.body)["usage"]
+        details = usage.get("prompt_tokens_details") or {}  # vLLM leaves them out where nothing was
+        return usage["prompt_tokens"], usage["completion_tokens"], details.get("cached_tokens") or 0
+
     @pytest.mark.parametrize("part", ["state", "conv_c"])
     def test_wrong_numbers_change_the_output(self, pair: Pair, part: str) -> None:
         prompt = make_prompt(3 * GRANITE_BLOCK + 1, (pair.name, "spoilt", part))
@@ -140,6 +172,33 @@ class TestBordersOfMamba2:
         wait_until_summed(pair.prefill, params)
         spoil_numbers(pair.prefill, params, part)
         assert_failed_pull(pair, prompt, params, "checksum", (f"part '{part}'", "checksums of what has arrived differ"))
+
+
+@on(GRANITE_BLOCKS)
+@pytest.mark.parametrize(
+    ("pair", "common"),
+    [(("TP2", "TP1"), 1440), (("TP1", "TP2"), 1440), (("TP2", "wide"), 320), (("wide", "TP2"), 320)],
+    indirect=["pair"],
+    ids=["TP2-TP1", "TP1-TP2", "TP2-wide", "wide-TP2"],
+)
+class TestUnequalBlocks:
+    """``common``: the distance of borders that both sides have."""
+
+    @pytest.mark.parametrize("tokens", [2, 161, 1000])
+    def test_a_pulled_prompt_gives_the_same_output(self, pair: Pair, common: int, tokens: int) -> None:
+        pair.assert_pulls_right(make_prompt(tokens, (pair.name, tokens)))
+
+    def test_the_next_turn_goes_on_from_a_border_that_both_have(self, pair: Pair, common: int) -> None:
+        known = max(common, 1280)
+        pair.assert_next_turn_pulls_the_rest(make_prompt(known + 300, (pair.name, "turns")), known + 20, common)
+
+    def test_without_such_a_border_the_next_turn_pulls_all(self, pair: Pair, common: int) -> None:
+        turn = make_prompt(600, (pair.name, "no border"))
+        pair.disaggregate(turn[:300])
+        pair.assert_pulls_right(turn)
+
+    def test_both_legs_at_once(self, pair: Pair, common: int) -> None:
+        Router(pair).assert_right(make_prompt(1500, (pair.name, "legs")), decode_first_s=0.3)
 
 
 @on(GRANITE_SHORT_OF_BLOCKS, *GRANITE_BORDERS_SHORT_OF_BLOCKS)
@@ -230,11 +289,8 @@ class TestStatesAtBorders:
     def test_a_stream_through_the_proxy_is_the_decode_servers_own(self, pair: Pair, legs: str) -> None:
         """The token that P has written is no part of it."""
         prompt = make_prompt(QWEN3_NEXT_BLOCK + 1, (pair.name, "proxied", legs))
-        servers = ("--prefill", pair.prefill.client.base_url, "--decode", pair.decode.client.base_url)
-        with ProxyProcess(["-m", "pd_proxy", *servers, "--legs", legs]) as proxy, closing(Client(proxy.url)) as client:
-            assert client.complete(make_prompt(33, (pair.name, "introduced", legs))).status == 200
-            with pair.traffic() as traffic:
-                answer = self._streamed(client, prompt)
+        with proxied(pair, legs) as client, pair.traffic() as traffic:
+            answer = self._streamed(client, prompt)
         assert traffic.source("external_kv_transfer") == len(prompt) - 1
         assert answer == self._streamed(pair.decode.client, prompt, cache_salt=f"alone {legs}")
 

@@ -8,11 +8,18 @@ from tests.support.e2e.models import ModelSpec
 
 
 def _hybrid(
-    role: Role, name: str, tensor_parallel: int, step: int, *arguments: str, dtype: str = "float32", block_size: int
+    role: Role,
+    name: str,
+    tensor_parallel: int,
+    step: int,
+    *arguments: str,
+    dtype: str = "float32",
+    block_size: int,
+    kv_heads: int = 4,
 ) -> ServerSpec:
     """A server of a model with states, which computes at most ``step`` tokens at a time."""
     return ServerSpec(
-        role, ModelSpec(hybrid=name), None, tensor_parallel, dtype, block_size=block_size,
+        role, ModelSpec(kv_heads=kv_heads, hybrid=name), None, tensor_parallel, dtype, block_size=block_size,
         options=(*leases(LEASE_TTL_S), *PATIENT), arguments=("--max-num-batched-tokens", str(step), *arguments),
     )  # fmt: skip
 
@@ -59,12 +66,14 @@ def _granite_with_borders(
     tensor_parallel: int,
     *arguments: str,
     step: int = 4 * GRANITE_BLOCK,
+    block_size: int = GRANITE_BLOCK,
+    kv_heads: int = 4,
     options: tuple[tuple[str, object], ...] = (),
 ) -> ServerSpec:
-    """Finds prefixes."""
+    """Finds prefixes, and tells how much of a prompt it has found."""
     worker = "tests.support.e2e.bordered_worker.BorderedWorker"
-    arguments = ("--enable-prefix-caching", "--worker-cls", worker, *arguments)
-    spec = _hybrid(role, "granite", tensor_parallel, step, *arguments, block_size=GRANITE_BLOCK)
+    arguments = ("--enable-prefix-caching", "--worker-cls", worker, "--enable-prompt-tokens-details", *arguments)
+    spec = _hybrid(role, "granite", tensor_parallel, step, *arguments, block_size=block_size, kv_heads=kv_heads)
     return replace(spec, options=(*spec.options, ("verify", True), *options))
 
 
@@ -75,6 +84,17 @@ GRANITE_BORDERS = Deployment(
         ("P1", _granite_with_borders("kv_producer", 1)),
         ("D1", _granite_with_borders("kv_consumer", 1)),
         ("P2", _granite_with_borders("kv_producer", 2)),
+    ),
+    slow=True,
+)
+
+#: Of one KV head, which both ranks have, vLLM makes blocks of other sizes at TP 1 and TP 2: as large as a state of 160
+#: tokens' keys and values, and of 288. The blocks of ``wide`` are larger than they must be.
+GRANITE_BLOCKS = Deployment(
+    "granite, block sizes",
+    tuple(
+        (name, _granite_with_borders("kv_both", ranks, step=640, block_size=size, kv_heads=1))
+        for name, ranks, size in (("TP2", 2, 160), ("TP1", 1, 288), ("wide", 1, 320))
     ),
     slow=True,
 )
