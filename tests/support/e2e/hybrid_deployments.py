@@ -135,12 +135,18 @@ GRANITE_BORDERS_SHORT_OF_BLOCKS = (
 QWEN3_NEXT_BLOCK = 288
 
 
-def _qwen3_next(role: Role, *options: tuple[str, object], keeps_answers: bool = False) -> ServerSpec:
+def _qwen3_next(
+    role: Role,
+    *options: tuple[str, object],
+    keeps_answers: bool = False,
+    tensor_parallel: int = 1,
+    arguments: tuple[str, ...] = (),
+) -> ServerSpec:
     """Finds prefixes. Its kernels know bfloat16 only. The device holds a dozen prompts."""
     retention = ("--prefix-cache-retention-interval", "None") if keeps_answers else ()
     spec = _hybrid(
-        role, "qwen3_next", 1, QWEN3_NEXT_BLOCK, "--enable-prefix-caching", "--num-gpu-blocks-override", "90",
-        *retention, dtype="bfloat16", block_size=QWEN3_NEXT_BLOCK,
+        role, "qwen3_next", tensor_parallel, QWEN3_NEXT_BLOCK, "--enable-prefix-caching",
+        "--num-gpu-blocks-override", "90", *retention, *arguments, dtype="bfloat16", block_size=QWEN3_NEXT_BLOCK,
     )  # fmt: skip
     return replace(spec, options=(*spec.options, ("cpu_bytes_to_use", 64 << 20), *options))
 
@@ -160,6 +166,33 @@ QWEN3_NEXT_TRANSFERS = Deployment(
     (
         ("P", _qwen3_next("kv_producer", ("verify", True), ("host_transfers", "auto"))),
         ("D", _qwen3_next("kv_consumer", ("verify", True), ("host_transfers", "always"))),
+    ),
+    slow=True,
+)
+
+#: The same from two ranks: to two, and to one to whose host memory every prompt is pulled.
+QWEN3_NEXT_RANKS = Deployment(
+    "qwen3_next ranks",
+    (
+        ("P2", _qwen3_next("kv_producer", ("verify", True), tensor_parallel=2)),
+        ("D2", _qwen3_next("kv_consumer", ("verify", True), tensor_parallel=2)),
+        ("D1", _qwen3_next("kv_consumer", ("verify", True), ("host_transfers", "always"))),
+    ),
+    slow=True,
+)
+
+
+def _with_states_in(dtype: str, role: Role) -> ServerSpec:
+    return _qwen3_next(role, ("verify", True), arguments=("--mamba-ssm-cache-dtype", dtype))
+
+
+#: What the recurrence knows is kept in another precision than all else, or not.
+QWEN3_NEXT_PRECISIONS = Deployment(
+    "qwen3_next precisions",
+    (
+        ("P float32", _with_states_in("float32", "kv_producer")),
+        ("D float32", _with_states_in("float32", "kv_consumer")),
+        ("P bfloat16", _with_states_in("bfloat16", "kv_producer")),
     ),
     slow=True,
 )
