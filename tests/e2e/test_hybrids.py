@@ -431,12 +431,30 @@ class TestStatesOfTwoRanks:
             reference = pair.decode.client.compute(turn, len(completion.tokens))
             assert (completion.tokens, completion.logprobs) == (reference.tokens, reference.logprobs)
 
+    @pairs(("P2", "D1"))
+    @pytest.mark.parametrize("part", ["state", "conv_q"])
+    def test_a_wrong_number_does_not_land(self, pair: Pair, part: str) -> None:
+        prompt = make_prompt(QWEN3_NEXT_BLOCK + 1, (pair.name, "spoilt", part))
+        with pair.traffic() as traffic:
+            params = pair.prefill.client.prefill(prompt)
+            wait_until_summed(pair.prefill, params)
+            spoil_numbers(pair.prefill, params, part)
+            completion = pair.decode_leg(prompt, params)
+        assert completion.status == 500, completion.body
+        assert (traffic.failures("checksum"), traffic.failures("landing"), traffic.failures()) == (1, 1, 2)
+
 
 @on(QWEN3_NEXT_PRECISIONS)
 class TestPrecisionOfStates:
     @pairs(("P float32", "D float32"))
     def test_every_bit_is_the_same(self, pair: Pair) -> None:
         assert_same_bits(pair, make_prompt(3 * QWEN3_NEXT_BLOCK + 1, (pair.name, "bits")))
+
+    @pairs(("P bfloat16", "D float32"))
+    def test_another_precision_is_refused_with_both_named(self, pair: Pair) -> None:
+        prompt = make_prompt(300, (pair.name, "precisions"))
+        named = ("'dtype' of part 'state'", "'float32' here and 'bfloat16'", "--mamba-ssm-cache-dtype")
+        assert_failed_pull(pair, prompt, pair.prefill.client.prefill(prompt), "incompatible", named)
 
 
 @on(*OTHER_HYBRIDS)
