@@ -16,8 +16,8 @@ _HOP_BY_HOP = frozenset({
     "connection", "expect", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te",
     "trailer", "transfer-encoding", "upgrade",
 })  # fmt: skip
-#: Set by the proxy itself.
-_OWN_REQUEST = frozenset({"host", "content-length", "content-type", REQUEST_ID})
+#: Set by the proxy itself. A data-parallel rank names an engine inside one server: the legs' servers differ.
+_OWN_REQUEST = frozenset({"host", "content-length", "content-type", REQUEST_ID, "x-data-parallel-rank"})
 _OWN_RESPONSE = frozenset({"date", "server", REQUEST_ID})
 
 #: Control characters, which stand in no header (RFC 9110, section 5.5), though some HTTP servers let them pass.

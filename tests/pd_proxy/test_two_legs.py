@@ -123,8 +123,7 @@ def test_headers_reach_both_legs_and_the_client(proxy: Proxy, p: FakeServer, d: 
         assert one.headers["traceparent"] == "00-1-2-3"
         assert one.headers["content-type"] == "application/json"
         assert one.headers["host"] != proxy.url.removeprefix("http://")
-        assert one.headers["x-data-parallel-rank"] == "1"
-        assert "x-hop" not in one.headers
+        assert not {"x-hop", "x-data-parallel-rank"} & one.headers.keys()
     # The proxy reads P's answer itself; D's goes to the client as it is.
     assert p.received[0].headers["accept-encoding"] == "identity"
     assert d.received[0].headers["accept-encoding"] == "br"
