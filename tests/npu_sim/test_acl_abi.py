@@ -28,7 +28,7 @@ CONSTANTS = {
 }
 
 _BATCH = "void **, size_t *, void **, size_t *, size_t, aclrtMemcpyBatchAttr *, size_t *, size_t"
-#: What the headers declare, and what of the runtime they do not have: result and parameters.
+#: What the headers declare, or may lack of what the runtime has: result and parameters.
 DECLARATIONS = {
     "aclrtMemcpyBatchAsync": ("int", f"{_BATCH}, size_t *, aclrtStream"),
     "aclrtMemcpyBatchAsyncV2": ("int", f"{_BATCH}, aclrtStream"),

@@ -1,7 +1,7 @@
 """The part of Ascend's ``acl/acl_rt.h`` that copies need, for ctypes: structures, constants, prototypes, error names.
 
-Taken from the headers in the wheel of torch_npu 2.13.0; a test compiles against them. ``aclrtDeviceGetPCIBusId`` is not
-in these: it is taken from the sources of CANN's runtime. Makes no calls.
+Taken from the headers in the wheel of torch_npu 2.13.0, and ``aclrtDeviceGetPCIBusId``, which older ones lack, from the
+sources of CANN's runtime. A test compiles against the headers. Makes no calls.
 """
 
 import ctypes
