@@ -25,6 +25,7 @@ from pd_connector.worker.pull_end import (
     RankRead,
     ReadSoFar,
     Stopwatch,
+    asks_to_wait,
     cancel_message,
     release_message,
     verdict,
@@ -303,6 +304,9 @@ class Pull:
             timeout_s = min(max(left_s, MIN_ANSWER_S), longest_s)
             reply = self._send(Locate(remote.remote_engine_id, remote.lease_id), timeout_s).result()
         except TransferError as error:
+            if left_s > longest_s and asks_to_wait(error):  # while steps of P's write to the blocks, however long
+                self._locate(peer)
+                return
             raise PullFailed.unanswered(error, had_time=left_s >= longest_s) from error
         if not reply.place:
             raise PullFailed(Cause.LEASE, why_ended(self.order, reply.reason))

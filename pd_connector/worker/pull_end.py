@@ -12,11 +12,17 @@ from pd_connector.orders import Cause, PullOrder, cause_of
 from pd_connector.params import contents_digest
 from pd_connector.stats import StatsRecorder
 from pd_connector.traces import Lap
-from transfer.control.messages import Cancel, InvalidReason, Place, Release, Released
+from transfer.control.failures import PeerRefused
+from transfer.control.messages import Cancel, ErrorCode, InvalidReason, Place, Release, Released
 from transfer.errors import TransferError
 
 #: Minimum time for P's answer, even after the deadline: bytes that were read should not be wasted for a round trip.
 MIN_ANSWER_S = 1.0
+
+
+def asks_to_wait(error: TransferError) -> bool:
+    """Return whether P has answered, and wants to be asked again later."""
+    return isinstance(error, PeerRefused) and error.code == ErrorCode.NOT_READY
 
 
 class PullFailed(Exception):  # noqa: N818

@@ -259,9 +259,20 @@ def test_a_pull_from_a_prefill_engine_that_drafts_begins_when_the_lease_is_writt
 
 
 @pytest.mark.thorough
+def test_a_pull_waits_for_a_lease_to_be_written_longer_than_for_an_answer(site: Site) -> None:
+    (worker,), prefill = site.decode(), site.prefill(writes_late=True)
+    worker.handshake_timeout_s = 1.5
+    remote = prefill.prefill("r", THEIRS, is_written=False)
+    site.session(worker, remote).submit(an_order("r", remote, OURS))
+    holds_for(worker.ends.empty, 3.0)
+    prefill.service.written(remote.lease_id)
+    assert worker.next_end().cause == ""
+
+
+@pytest.mark.thorough
 def test_a_lease_that_is_not_written_in_time_fails_the_pull_by_name(site: Site) -> None:
     (worker,), prefill = site.decode(), site.prefill(writes_late=True)
-    worker.handshake_timeout_s = 3.0
+    worker.pull_timeout_s = 3.0
     remote = prefill.prefill("r", THEIRS, is_written=False)
     site.session(worker, remote).submit(an_order("r", remote, OURS))
     end = worker.next_end()
