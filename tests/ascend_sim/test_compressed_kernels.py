@@ -351,5 +351,12 @@ for more, expected in (
     for token in range(tokens):
         sums = sum(weights[token, i].cpu() * (x[token] @ weight[int(chosen[token, i])]) for i in range(k))
         torch.testing.assert_close(out[token].cpu(), sums, rtol=1e-4, atol=1e-4)
+weights, chosen, _ = own.moe_gating_top_k(
+    logits.to(device), k=k, k_group=1, group_count=1, group_select_mode=1, renorm=0, norm_type=1, out_flag=False,
+    routed_scaling_factor=1.5, eps=1e-20, bias_opt=bias.to(device))
+score = 1 / (1 + (-logits).exp())
+assert chosen.cpu().sort(1).values.tolist() == (score + bias).topk(k).indices.sort(1).values.tolist()
+of = score.gather(1, chosen.cpu().long())
+torch.testing.assert_close(weights.cpu(), 1.5 * of / of.sum(1, keepdim=True))
 """
     )

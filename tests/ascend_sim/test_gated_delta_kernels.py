@@ -101,6 +101,48 @@ assert_rows(pages, states, {5: inputs[0][-3:], 3: inputs[1][-3:]}, before)
     )
 
 
+def test_drafts_that_are_not_accepted_leave_no_trace() -> None:
+    """Requests of three tokens a step, of which the next step says how many were accepted; and these one by one."""
+    on_device(
+        IN_PAGES
+        + """
+from fla_npu.ops.ascendc import causal_conv1d_update, recurrent_gated_delta_rule
+kernel, channels, heads, size = 4, 12, 2, 8
+numbers = torch.arange(27).view(3, 3, 3)  # of a token: step, request, place in it
+weight, x = torch.randn(kernel, channels), torch.randn(27, channels)
+q, k, v = (functional.normalize(torch.randn(27, heads, size), dim=-1) for _ in range(3))
+g, beta = -torch.rand(27, heads), torch.rand(27, heads)
+_, inputs = in_pages(7, kernel - 1 + 2, channels)
+_, states = in_pages(12, heads, size, size)
+
+def go_on(tokens, accepted, row, places):
+    lengths, chosen, told = [len(each) for each in tokens], torch.cat(tokens), {}
+    if accepted is not None:
+        told = {"num_accepted_tokens": whole(accepted)}
+    out = torch.zeros(len(chosen), channels, device=device)
+    causal_conv1d_update(
+        *on(x[chosen]), inputs, *on(weight), bias=None, activation="silu", conv_state_indices=whole(row),
+        query_start_loc=whole([sum(lengths[:end]) for end in range(len(lengths) + 1)]), max_query_len=3,
+        null_block_id=0, out=out, **told)
+    read = recurrent_gated_delta_rule(
+        *on(q[chosen], k[chosen], v[chosen]), states, **dict(zip(("g", "beta"), on(g[chosen], beta[chosen]))),
+        scale=1.0, actual_seq_lengths=whole([0, *lengths]), ssm_state_indices=whole(sum(places, [])), **told)
+    return torch.cat((out.cpu(), read.flatten(1).cpu()), 1).split(lengths)
+
+rows, places = [5, 2, 3], [[4, 1, 7], [2, 8, 9], [11, 3, 6]]
+accepted = [1, 1, 1], [1, 2, 3], [3, 1, 2]
+first = inputs.cpu()[rows], states.cpu()[[at[0] for at in places]]
+drafted = [go_on([*numbers[step]], accepted[step], rows, places) for step in range(3)]
+for request, (row, (place, *_)) in enumerate(zip(rows, places)):
+    inputs[row], states[place] = first[0][request].to(device), first[1][request].to(device)
+    for step, count in enumerate((accepted[1][request], accepted[2][request], 3)):
+        for token in range(count):
+            (alone,) = go_on([numbers[step, request, token : token + 1]], None, [row], [[place]])
+            torch.testing.assert_close(drafted[step][request][token : token + 1], alone)
+"""
+    )
+
+
 def test_what_vllm_ascend_launches_around_them() -> None:
     on_device(
         IN_PAGES

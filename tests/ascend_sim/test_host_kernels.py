@@ -26,6 +26,31 @@ assert torch.equal(x.cpu(), a)
     )
 
 
+@pytest.mark.skipif(ascend_release() == "0.23", reason="vllm-ascend 0.23 calls another operator for it")
+def test_decoding_of_several_tokens_is_that_of_each_of_them() -> None:
+    """Over latent vectors, of requests with one to three tokens, and padding behind them."""
+    on_device(
+        """
+heads, latent, rotary, counts, held = 3, 32, 8, (3, 1, 2), (200, 7, 130)
+key, key_rope = (torch.randn(9, 1, 128, size).to(device) for size in (latent, rotary))
+query, query_rope = (torch.randn(7, heads, size).to(device) for size in (latent, rotary))
+table = torch.tensor([[4, 1], [2, 0], [8, 5]], dtype=torch.int32).to(device)
+
+def attend(layout, query, query_rope, table, held, **more):
+    return torch.ops.npu.npu_fused_infer_attention_score_v2(
+        query, key, key, query_rope=query_rope, key_rope=key_rope, actual_seq_kvlen=held, block_table=table,
+        num_query_heads=heads, num_key_value_heads=1, softmax_scale=0.2, input_layout=layout, block_size=128, **more)[0]
+
+out = attend("TND_NTD", query, query_rope, table, held, actual_seq_qlen=[3, 4, 6], sparse_mode=3)
+assert out.shape == (heads, 7, latent)
+requests = [request for request, count in enumerate(counts) for _ in range(count)]
+lengths = [held[request] - count + 1 + token for request, count in enumerate(counts) for token in range(count)]
+alone = attend("BNSD_NBSD", query[:6].unsqueeze(2), query_rope[:6].unsqueeze(2), table[requests], lengths)
+torch.testing.assert_close(out[:, :6].cpu(), alone[:, :, 0].cpu())
+""",
+    )
+
+
 def test_a_stream_that_does_not_wait_reads_what_was_there_before() -> None:
     on_device(
         """

@@ -82,24 +82,33 @@ def npu_fused_infer_attention_score(
 def npu_fused_infer_attention_score_v2(
     query: Tensor, key: Tensor, value: Tensor,
     *, query_rope: Tensor, key_rope: Tensor, actual_seq_kvlen: Sequence[int], block_table: Tensor,
-    num_query_heads: int = 1, num_key_value_heads: int = 0, softmax_scale: float = 1.0, input_layout: str = "BSH",
-    return_softmax_lse: bool = False, **_others: Any,
+    actual_seq_qlen: Sequence[int] | None = None, num_query_heads: int = 1, num_key_value_heads: int = 0,
+    softmax_scale: float = 1.0, input_layout: str = "BSH", sparse_mode: int = 0, return_softmax_lse: bool = False,
+    **_others: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Decoding of one token a request over paged MLA caches, [blocks, 1, tokens of a block, size]."""
-    assert input_layout == "BNSD_NBSD", input_layout
+    """Decoding over paged MLA caches, [blocks, 1, tokens of a block, size].
+
+    One token a request (layout BNSD_NBSD, [requests, heads, 1, size]), or drafts behind it (TND_NTD, [tokens, heads,
+    size], causal, ``actual_seq_qlen`` running totals); returns the heads first.
+    """
+    several = input_layout == "TND_NTD"
+    assert (input_layout, sparse_mode) in (("BNSD_NBSD", 0), ("TND_NTD", 3)), (input_layout, sparse_mode)
     assert num_key_value_heads == 1
     assert not return_softmax_lse
-    requests = query.shape[0]
-    out = torch.zeros(num_query_heads, requests, 1, value.shape[-1], dtype=query.dtype)
-    q = torch.cat((query, query_rope), -1)[:, :, 0]
-    for request in range(requests):
+    q = torch.cat((query, query_rope), -1)
+    q = q if several else q[:, :, 0]
+    ends = list(map(int, actual_seq_qlen or ())) if several else range(1, q.shape[0] + 1)
+    out = torch.zeros(num_query_heads, q.shape[0], value.shape[-1], dtype=query.dtype)
+    start = 0
+    for request, end in enumerate(ends):
         length = int(actual_seq_kvlen[request])
-        if length:
+        if end > start and length:
             parts = (key, key_rope, value)
             k, rope, v = (gather(part.transpose(1, 2), block_table[request], length, 1) for part in parts)
-            attended, _ = _attend(q[request : request + 1], torch.cat((k, rope), -1), v, softmax_scale, causal=False)
-            out[:, request] = attended.transpose(0, 1).to(query.dtype)
-    return out, torch.zeros(0)
+            attended, _ = _attend(q[start:end], torch.cat((k, rope), -1), v, softmax_scale, causal=several)
+            out[:, start:end] = attended.transpose(0, 1).to(query.dtype)
+        start = end
+    return out if several else out.unsqueeze(2), torch.zeros(0)
 
 
 @npu_operator

@@ -8,8 +8,8 @@ from torch.nn import functional
 
 from tests.support.ascend.host_kernels.dispatch import Operator, npu_operator
 
-#: The root of softplus, of the ways to make scores of logits.
-_ROOT_OF_SOFTPLUS = 2
+#: Ways to make scores of logits.
+_SIGMOID, _ROOT_OF_SOFTPLUS = 1, 2
 _COUNTS = 1
 
 
@@ -30,6 +30,20 @@ def moe_gating_top_k_hash(
     else:
         wanted = scores if bias is None else scores + bias.float()
         chosen = wanted.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    weights = scores.gather(1, chosen)
+    weights = routed_scaling_factor * weights / (weights.sum(-1, keepdim=True) + eps)
+    return weights.to(x.dtype), chosen.int(), torch.zeros_like(x, dtype=torch.float32)
+
+
+def moe_gating_top_k(
+    x: Tensor, k: int, k_group: int, group_count: int, group_select_mode: int, renorm: int, norm_type: int,
+    out_flag: bool, routed_scaling_factor: float, eps: float, bias_opt: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The same of each token's best experts, by the sigmoid of ``x``."""
+    assert (k_group, group_count, norm_type) == (1, 1, _SIGMOID), (k_group, group_count, renorm, norm_type)
+    scores = x.float().sigmoid()
+    wanted = scores if bias_opt is None else scores + bias_opt.float()
+    chosen = wanted.sort(dim=-1, descending=True, stable=True).indices[:, :k]
     weights = scores.gather(1, chosen)
     weights = routed_scaling_factor * weights / (weights.sum(-1, keepdim=True) + eps)
     return weights.to(x.dtype), chosen.int(), torch.zeros_like(x, dtype=torch.float32)
@@ -82,4 +96,4 @@ def npu_moe_token_unpermute(
 
 
 #: Operators of ``_C_ascend``.
-EXPERTS = (Operator(moe_gating_top_k_hash, _shapes_of_gating),)
+EXPERTS = (Operator(moe_gating_top_k_hash, _shapes_of_gating), Operator(moe_gating_top_k, _shapes_of_gating))

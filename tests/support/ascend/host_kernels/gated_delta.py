@@ -1,11 +1,14 @@
 """Gated delta net: operators of fla_npu, in torch for the CPU.
 
 fla_npu is the library of flash linear attention for NPUs. It is public; these are what its descriptions say, token by
-token, in the types that they are given, where a device knows bfloat16 only. There are no drafts: whoever passes
-accepted tokens gets an error.
+token, in the types that they are given, where a device knows bfloat16 only.
 
 A state of the recurrence is [value heads, value size, key size]. A convolution's are its last inputs, [rows, channels],
-one row less than its kernel has.
+one row less than its kernel has, and behind them room for drafts.
+
+With drafts, a request goes on with several tokens, of which only the next step knows how many are accepted. The
+recurrence keeps the state after each of them in a place of its own. The convolution keeps all of their inputs behind
+those that the first of them still needs.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,10 +25,10 @@ _SCHEMAS = (
     "causal_conv1d_fn(Tensor x, Tensor weight, Tensor? bias, *, Tensor(a!) conv_states, Tensor query_start_loc, "
     "Tensor cache_indices, Tensor has_initial_state, str? activation, int pad_slot_id, int null_block_id) -> Tensor",
     "causal_conv1d_update(Tensor x, Tensor(a!) conv_state, Tensor weight, *, Tensor? bias, str? activation, "
-    "Tensor conv_state_indices, Tensor query_start_loc, int max_query_len, int null_block_id, Tensor(b!) out) "
-    "-> Tensor(b!)",
+    "Tensor conv_state_indices, Tensor query_start_loc, int max_query_len, int null_block_id, Tensor(b!) out, "
+    "Tensor? num_accepted_tokens=None) -> Tensor(b!)",
     "recurrent_gated_delta_rule(Tensor query, Tensor key, Tensor value, Tensor(a!) state, *, Tensor g, Tensor beta, "
-    "float scale, Tensor actual_seq_lengths, Tensor ssm_state_indices) -> Tensor",
+    "float scale, Tensor actual_seq_lengths, Tensor ssm_state_indices, Tensor? num_accepted_tokens=None) -> Tensor",
     "chunk_gated_delta_rule_fwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, *, Tensor initial_state, "
     "bool output_final_state, int chunk_size, int[] cu_seqlens, int[] chunk_indices, float scale, str layout, "
     "bool use_exp2, bool use_qk_l2norm_in_kernel, bool allow_neg_eigval, bool disable_recompute, bool state_v_first) "
@@ -33,17 +36,21 @@ _SCHEMAS = (
 )
 
 
-def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, *, keeps_state: bool) -> Tensor:
+def _convolve(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, *, keeps_state: bool = True, accepted: int = 0
+) -> Tensor:
     """A request's convolution, then SiLU; ``state`` becomes its last inputs.
 
     ``x`` [tokens, channels], ``weight`` [kernel, channels], of which the last row is that of a token itself.
+    ``accepted``: tokens of the step before this one, if this one has drafts.
     """
-    kernel = weight.shape[0]
-    assert state.shape[0] == kernel - 1, "a state with room for drafts"
-    before = state if keeps_state else torch.zeros_like(state)
-    inputs = torch.cat((before.to(x.dtype), x))
-    state.copy_(inputs[-(kernel - 1) :])
-    windows = inputs.unfold(0, kernel, 1).float()  # [tokens, channels, kernel]
+    needed = weight.shape[0] - 1
+    first = max(accepted - 1, 0)
+    before = state[first : first + needed]
+    inputs = torch.cat(((before if keeps_state else torch.zeros_like(before)).to(x.dtype), x))
+    kept = inputs[1:] if accepted else inputs[-needed:]
+    state[: kept.shape[0]] = kept.to(state.dtype)
+    windows = inputs.unfold(0, needed + 1, 1).float()  # [tokens, channels, kernel]
     total = (windows * weight.t().float()).sum(-1)
     return functional.silu(total if bias is None else total + bias.float()).to(x.dtype)
 
@@ -67,15 +74,17 @@ def causal_conv1d_fn(
 def causal_conv1d_update(
     x: Tensor, conv_state: Tensor, weight: Tensor,
     *, bias: Tensor | None, activation: str | None, conv_state_indices: Tensor, query_start_loc: Tensor,
-    max_query_len: int, null_block_id: int, out: Tensor,
+    max_query_len: int, null_block_id: int, out: Tensor, num_accepted_tokens: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Convolutions of requests that go on, of a token each."""
-    assert (activation, max_query_len) == ("silu", 1), (activation, max_query_len)
-    starts = query_start_loc.tolist()
-    for request, index in enumerate(conv_state_indices.tolist()):
+    """Convolutions of requests that go on, of a token each, or of drafts behind it."""
+    assert activation == "silu", activation
+    starts, indices = query_start_loc.tolist(), conv_state_indices.tolist()
+    accepted = [0] * len(indices) if num_accepted_tokens is None else num_accepted_tokens.tolist()
+    for request, index in enumerate(indices):
         rows = slice(starts[request], starts[request + 1])
         if index != null_block_id and rows.start < rows.stop:
-            out[rows] = _convolve(x[rows], weight, bias, conv_state[index], keeps_state=True)
+            assert rows.stop - rows.start <= max_query_len
+            out[rows] = _convolve(x[rows], weight, bias, conv_state[index], accepted=accepted[request])
     return out
 
 
@@ -107,21 +116,25 @@ def recur(q: Tensor, k: Tensor, v: Tensor, kept: Tensor, beta: Tensor, state: Te
 def recurrent_gated_delta_rule(
     query: Tensor, key: Tensor, value: Tensor, state: Tensor,
     *, g: Tensor, beta: Tensor, scale: float, actual_seq_lengths: Tensor, ssm_state_indices: Tensor,
+    num_accepted_tokens: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Requests that go on, of a token each; ``state`` has all states, of which theirs change.
+    """Requests that go on, of a token each, or of drafts behind it; ``state`` has all states, of which theirs change.
 
-    ``actual_seq_lengths`` begins with the number of tokens before the first request, which are none's.
+    ``actual_seq_lengths`` begins with the number of tokens before the first request, which are none's;
+    ``ssm_state_indices`` has as many places for each request as it may have tokens.
     """
     start, *lengths = actual_seq_lengths.tolist()
+    places = ssm_state_indices.view(len(lengths), -1).tolist()
+    accepted = [1] * len(lengths) if num_accepted_tokens is None else num_accepted_tokens.tolist()
     kept, out = _kept(g), torch.zeros_like(value)
-    for index, length in zip(ssm_state_indices.tolist(), lengths, strict=True):
-        assert length <= 1, "several tokens of a request are drafts"
-        rows = slice(start, start + length)
+    for request, length in enumerate(lengths):
+        assert length <= len(places[request]), "more tokens than places for states"
+        own = state[places[request][accepted[request] - 1]].to(torch.float32, copy=True)
+        for token, place in zip(range(start, start + length), places[request], strict=False):
+            row = slice(token, token + 1)
+            out[row] = (scale * recur(query[row], key[row], value[row], kept[row], beta[row], own)).to(out.dtype)
+            state[place] = own.to(state.dtype)
         start += length
-        if length:
-            own = state[index].float()
-            out[rows] = (scale * recur(query[rows], key[rows], value[rows], kept[rows], beta[rows], own)).to(out.dtype)
-            state[index] = own.to(state.dtype)
     return out
 
 
@@ -147,11 +160,9 @@ def chunk_gated_delta_rule_fwd(
 
 
 def _update(
-    *args: Any, out: Tensor | None = None, max_query_len: int = 1, num_accepted_tokens: Tensor | None = None,
-    **others: Any,
+    *args: Any, out: Tensor | None = None, max_query_len: int = 1, **others: Any
 ) -> Tensor:  # fmt: skip
     """``causal_conv1d_update``, into a tensor of its own if none is given."""
-    assert num_accepted_tokens is None
     out = torch.zeros_like(args[0]) if out is None else out
     updated: Tensor = torch.ops.fla_npu.causal_conv1d_update(*args, out=out, max_query_len=max_query_len, **others)
     return updated
