@@ -54,6 +54,7 @@ from pd_connector.vllm.device_blocks import DeviceBlocks
 from pd_connector.vllm.engine_config import (
     EngineRole,
     data_parallel_index,
+    drafts_keep_caches,
     drafts_late,
     engine_ranks,
     kv_port,
@@ -481,4 +482,4 @@ class ConnectorScheduler:
         """Have a prefill leg leave its last token to the other engine, which needs the state before it."""
         params = request.kv_transfer_params
         if is_prefill_leg(params) and not (is_decode_leg(params) or computes_whole_prompt(request)):
-            self._prompts.cut(request, self._blocks.hash_tokens)
+            self._prompts.cut(request, self._blocks.hash_tokens, drafts=drafts_keep_caches(self._vllm_config))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pd_connector.params import PromptIdentity, RemotePrefill, prompt_digest
 from pd_connector.tensor_files import model_directory, tensors_digest, weight_files
-from pd_connector.vllm.requests import leave_last_token
+from pd_connector.vllm.requests import answer_with, leave_last_token
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -59,11 +59,20 @@ class Prompts:
             media_digest=self._media_digest(request),
         )
 
-    def cut(self, request: "Request", hash_tokens: int) -> None:
-        """Leave the last token of a prompt to the engine that decodes, if possible; see ``leave_last_token``."""
-        whole = self.identify(request)
+    def cut(self, request: "Request", hash_tokens: int, *, drafts: bool = False) -> None:
+        """Leave the last token of a prompt to the engine that decodes, if possible; see ``leave_last_token``.
+
+        Args:
+            request: the request, which has just come.
+            hash_tokens: tokens of the blocks that vLLM hashes.
+            drafts: layers that draft have rows of the prompt, each made of a token and of the one behind it. Behind the
+                last one that is left, they see what is sampled: that is to be the token that was taken off.
+        """
+        whole, last = self.identify(request), int(request.all_token_ids[-1])
         if leave_last_token(request, hash_tokens):
             self._whole[request.request_id] = whole
+            if drafts:
+                answer_with(request, last)
 
     def is_cut(self, request_id: str) -> bool:
         """Return whether a request computes all tokens of its prompt but the last."""

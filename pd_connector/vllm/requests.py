@@ -67,6 +67,12 @@ def leave_last_token(request: "Request", hash_tokens: int) -> bool:
     return True
 
 
+def answer_with(request: "Request", token: int) -> None:
+    """Have a request that has just come sample this token only. Its sampling parameters may be a client's."""
+    request.sampling_params = request.sampling_params.clone()
+    request.sampling_params.allowed_token_ids = [token]
+
+
 def ends_with_media(request: "Request") -> bool:
     """Return whether the last token of a prompt is of an image or the like, so that it cannot be left to another."""
     media = (each.mm_position for each in getattr(request, "mm_features", None) or ())

@@ -227,3 +227,18 @@ def test_embedded_prompts_are_told_apart_by_any_token() -> None:
     assert len({identity.digest for identity in identities}) == 7
     assert known.identify(embedded()) == identities[0]
     assert {identity.tokens for identity in identities} == {6}
+
+
+# Prompts without their last token
+
+
+def test_what_drafts_sees_the_token_that_is_left_out_behind_the_others() -> None:
+    """As the answer, whatever the client has asked for; its own parameters stay as they are."""
+    asked = SamplingParams(max_tokens=9, temperature=0.7)
+    whole, short = Request("r", [5, 6, 7], asked, None), Request("s", [5], asked, None)
+    for request in (whole, short):
+        Prompts().cut(request, 2, drafts=True)
+    assert whole.prompt_token_ids == [5, 6]
+    assert (whole.sampling_params.allowed_token_ids, whole.sampling_params.temperature) == ([7], 0.7)
+    assert short.sampling_params is asked
+    assert asked.allowed_token_ids is None
