@@ -66,12 +66,13 @@ class Prompts:
             request: the request, which has just come.
             hash_tokens: tokens of the blocks that vLLM hashes.
             drafts: layers that draft have rows of the prompt, each made of a token and of the one behind it. Behind the
-                last one that is left, they see what is sampled: that is to be the token that was taken off.
+                last one that is left, they see what is sampled: that is to be the token that was taken off. Not where a
+                grammar may forbid it: vLLM ends a request whose grammar rejects a token.
         """
         whole, last = self.identify(request), int(request.all_token_ids[-1])
         if leave_last_token(request, hash_tokens):
             self._whole[request.request_id] = whole
-            if drafts:
+            if drafts and not request.use_structured_output:
                 answer_with(request, last)
 
     def is_cut(self, request_id: str) -> bool:

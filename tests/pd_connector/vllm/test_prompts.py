@@ -12,7 +12,7 @@ import torch
 from safetensors.numpy import save_file
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.request import Request
 
 from pd_connector.params import ParamsError, PromptIdentity, RemotePrefill, check_prompt, prompt_digest
@@ -242,3 +242,11 @@ def test_what_drafts_sees_the_token_that_is_left_out_behind_the_others() -> None
     assert (whole.sampling_params.allowed_token_ids, whole.sampling_params.temperature) == ([7], 0.7)
     assert short.sampling_params is asked
     assert asked.allowed_token_ids is None
+
+
+def test_a_grammar_rejects_no_token_that_was_left_out() -> None:
+    asked = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
+    request = Request("r", [5, 6, 7], asked, None)
+    Prompts().cut(request, 2, drafts=True)
+    assert request.prompt_token_ids == [5, 6]
+    assert request.sampling_params is asked
