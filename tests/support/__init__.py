@@ -63,6 +63,7 @@ Real vllm-ascend on simulated NPUs (``tests/ascend_sim``):
     ascend.paths            where things are in that environment
     ascend.preempted_requests  requests that take blocks from each other under vllm-ascend's recompute scheduler
     ascend.servers          the sets of servers that tests share
+    ascend.drafting_servers  such sets of servers that draft tokens
     ascend.engine_process   an engine without an API server, started in a process of its own
     ascend.device_generation  another generation of devices; an API server as on those that know fp8
     ascend.device_process   code in a process of its own with simulated devices
@@ -168,6 +169,7 @@ Real servers (``tests/e2e``):
     e2e.apart_deployments   sets of servers on hosts of their own, or on several, and of data-parallel ones
     e2e.api_clients         responses, messages and tokens, asked by the clients that their users have
     e2e.architectures       architectures of the test models: configurations and random weights
+    e2e.draft_layers        layers that draft tokens, for such models
     e2e.glm5_next           the architecture of GLM-5.3-Flash: states beside keys of pools and latent vectors
     e2e.compressed_model    DeepSeek-V4's and V4.1's, of layers that differ
     e2e.models              a tiny model, whose output depends on every block of its prompt, as a directory

@@ -13,6 +13,8 @@ _TOKENS = (
     ["G"], ["M"], ["I", "M"], ["I+s", "P"], ["G", "I"], ["G", "G(fp8)", "I(fp8)"], ["G", "S"],
     ["K", "M", "S", "T"], ["V4"], ["V41"],
 )  # fmt: skip
+#: Those of them with which tokens are right that a layer of the model's own drafts (MTP): ``test_drafts``.
+_DRAFTS = (["I", "M"], ["I+s", "P"], ["G", "S"])
 #: What the page of a recipe lacks, whichever the connector.
 _KEPT = "D: `mlapo_keep_prefill_weights`"
 _ALIKE = "D: `enable_prefill_mc2`"
@@ -28,12 +30,12 @@ _MOVED = "move `fuse_muls_add`"
 
 def recipe_table() -> str:
     """The table: a row for each recipe, or for those that differ in their names only."""
-    head = "| recipe | model | P > D | caches | change also | tokens |"
+    head = "| recipe | model | P > D | caches | change also | tokens | drafts |"
     names: dict[str, list[str]] = {}
     for recipe in sorted(all_recipes().values(), key=lambda recipe: recipe.name):
         names.setdefault(_cells(recipe), []).append(recipe.name)
     rows = (f"| {', '.join(alike)} | {cells} |" for cells, alike in names.items())
-    return "\n".join((head, "|---" * 6 + "|", *rows, ""))
+    return "\n".join((head, "|---" * 7 + "|", *rows, ""))
 
 
 def written(page: str) -> str:
@@ -47,7 +49,15 @@ def _cells(recipe: Recipe) -> str:
     caches = " ".join(recipe.forms["P"]) if recipe.forms["P"] == recipe.forms["D"] else str(recipe.forms)
     tokens = "✓" if recipe.forms["P"] in _TOKENS else ""
     also = ", ".join(_also(recipe))
-    return " | ".join((recipe.model, f"{_shape(recipe.p)} > {_shape(recipe.d)}", caches, also, tokens))
+    return " | ".join((recipe.model, f"{_shape(recipe.p)} > {_shape(recipe.d)}", caches, also, tokens, _drafts(recipe)))
+
+
+def _drafts(recipe: Recipe) -> str:
+    """Whether servers gave right tokens with such drafts; "none" where the recipe has none."""
+    methods = [side.draft["method"] for side in (recipe.p, recipe.d) if side.draft]
+    if not methods:
+        return "none"
+    return "✓" if recipe.forms["P"] in _DRAFTS and all(method.endswith("mtp") for method in methods) else ""
 
 
 def _shape(side: RecipeSide) -> str:

@@ -99,7 +99,8 @@ def on_npu(spec: ServerSpec, *, device_blocks: int = 64, host_blocks: int = 0, f
     )
 
 
-def _unverified(spec: ServerSpec) -> ServerSpec:
+def unverified(spec: ServerSpec) -> ServerSpec:
+    """The server without checksums, so that wrong bytes come to use."""
     return replace(spec, options=tuple((name, name != "verify" and value) for name, value in spec.options))
 
 
@@ -195,7 +196,7 @@ _LONG = ("--max-model-len", str(MAX_POSITIONS))
 
 
 def _indexing(tensor_parallel: int = 1) -> ServerSpec:
-    return _unverified(on_npu(replace(_peer(DEEPSEEK_V32, tensor_parallel), arguments=_LONG), device_blocks=96))
+    return unverified(on_npu(replace(_peer(DEEPSEEK_V32, tensor_parallel), arguments=_LONG), device_blocks=96))
 
 
 #: One latent vector a token, and a key by which an indexer selects the tokens that are attended to, the same on all
@@ -207,18 +208,19 @@ _SHARED_SELECTION = json.dumps({"use_index_cache": True, "index_topk_freq": 2})
 _IN_INT8 = ("--kv-cache-dtype", "int8", "--attention-config", json.dumps({"indexer_kv_dtype": "int8"}))
 
 
-def _quantised(spec: ServerSpec) -> ServerSpec:
+def quantised(spec: ServerSpec) -> ServerSpec:
+    """The server with caches in int8, of a model whose layers share what an indexer selects."""
     arguments = (*_LONG, *_IN_INT8, "--hf-overrides", _SHARED_SELECTION)
-    return _unverified(on_npu(replace(spec, dtype="bfloat16", arguments=arguments), device_blocks=96))
+    return unverified(on_npu(replace(spec, dtype="bfloat16", arguments=arguments), device_blocks=96))
 
 
 #: Latent vectors packed with their scales, and an indexer's keys beside theirs, in int8. Nothing is verified, as above.
 NPU_QUANTISED = Deployment(
     "quantised",
     (
-        ("P TP1", _quantised(prefill(GLM))),
-        ("P TP2", _quantised(prefill(GLM, tensor_parallel=2))),
-        ("D", _quantised(replace(_peer(GLM), role="kv_consumer"))),
+        ("P TP1", quantised(prefill(GLM))),
+        ("P TP2", quantised(prefill(GLM, tensor_parallel=2))),
+        ("D", quantised(replace(_peer(GLM), role="kv_consumer"))),
     ),
 )
 
@@ -235,8 +237,8 @@ def _in_fp8(spec: ServerSpec) -> ServerSpec:
 NPU_FP8 = Deployment(
     "fp8",
     (
-        ("P", _in_fp8(_quantised(prefill(GLM)))),
-        ("D", _in_fp8(_quantised(replace(_peer(GLM), role="kv_consumer")))),
+        ("P", _in_fp8(quantised(prefill(GLM)))),
+        ("D", _in_fp8(quantised(replace(_peer(GLM), role="kv_consumer")))),
     ),
 )
 
@@ -244,8 +246,8 @@ NPU_FP8 = Deployment(
 NPU_STAGES = Deployment(
     "stages",
     (
-        ("P PP2", _quantised(replace(prefill(GLM), stages=(3, 2)))),
-        ("D", _quantised(replace(_peer(GLM), role="kv_consumer"))),
+        ("P PP2", quantised(replace(prefill(GLM), stages=(3, 2)))),
+        ("D", quantised(replace(_peer(GLM), role="kv_consumer"))),
     ),
 )
 
@@ -261,16 +263,16 @@ def _sharing_tokens(spec: ServerSpec) -> ServerSpec:
 NPU_SHARED_TOKENS = Deployment(
     "shared tokens",
     (
-        ("P DCP2", _sharing_tokens(_quantised(prefill(GLM, tensor_parallel=2)))),
-        ("D", _quantised(replace(_peer(GLM), role="kv_consumer"))),
-        ("D DCP2", _sharing_tokens(_quantised(replace(_peer(GLM, 2), role="kv_consumer")))),
+        ("P DCP2", _sharing_tokens(quantised(prefill(GLM, tensor_parallel=2)))),
+        ("D", quantised(replace(_peer(GLM), role="kv_consumer"))),
+        ("D DCP2", _sharing_tokens(quantised(replace(_peer(GLM, 2), role="kv_consumer")))),
     ),
 )
 
 
 def _selecting_blocks(tensor_parallel: int = 1) -> ServerSpec:
     # Its heads are larger than those that others' blocks are counted by.
-    return replace(_unverified(on_npu(_peer(MINIMAX_M3, tensor_parallel))), kv_cache_bytes=64 << 20)
+    return replace(unverified(on_npu(_peer(MINIMAX_M3, tensor_parallel))), kv_cache_bytes=64 << 20)
 
 
 #: Keys and values by head, and one key for all heads by which an indexer selects blocks. Nothing is verified, as above.
@@ -298,7 +300,7 @@ _WORKER_APART = ("--distributed-executor-backend", "mp")
 def _compressing(spec: ServerSpec, *arguments: str) -> ServerSpec:
     spec = replace(spec, dtype="bfloat16", arguments=(*_LONG, *_WORKER_APART, *arguments))
     # All its cache groups take blocks of one pool, most of them for few tokens.
-    return replace(_unverified(on_npu(spec)), kv_cache_bytes=512 << 20)
+    return replace(unverified(on_npu(spec)), kv_cache_bytes=512 << 20)
 
 
 def _compressing_deployment(name: str, model: ModelSpec, *arguments: str) -> Deployment:
@@ -330,7 +332,7 @@ NPU_STATE_BLOCK = 256
 
 def _gated_delta(tensor_parallel: int = 1, *arguments: str) -> ServerSpec:
     spec = on_npu(replace(_peer(GATED_DELTA, tensor_parallel), arguments=arguments))
-    return _unverified(replace(spec, block_size=NPU_STATE_BLOCK))
+    return unverified(replace(spec, block_size=NPU_STATE_BLOCK))
 
 
 #: States of gated delta net, also at borders of blocks, beside keys and values. Nothing is verified, as above.
@@ -347,7 +349,7 @@ NPU_ONE_STATE = Deployment(
 
 
 def _pooled(tensor_parallel: int = 1) -> ServerSpec:
-    spec = _unverified(on_npu(replace(_peer(GLM_FLASH, tensor_parallel), dtype="bfloat16")))
+    spec = unverified(on_npu(replace(_peer(GLM_FLASH, tensor_parallel), dtype="bfloat16")))
     # Its blocks are those of several groups of layers, which share memory.
     return replace(spec, block_size=NPU_STATE_BLOCK, kv_cache_bytes=64 << 20)
 
@@ -415,8 +417,8 @@ _D = on_npu(replace(_peer(), role="kv_consumer", arguments=("--async-scheduling"
 WAITS = Deployment(
     "waits",
     (
-        ("P", _unverified(on_npu(prefill(tensor_parallel=2)))),
-        ("D", _unverified(replace(_D, variables=(*_D.variables, *D_FAULTS.variables)))),
+        ("P", unverified(on_npu(prefill(tensor_parallel=2)))),
+        ("D", unverified(replace(_D, variables=(*_D.variables, *D_FAULTS.variables)))),
     ),
 )
 
@@ -427,10 +429,10 @@ _P_SMALL = on_npu(prefill(tensor_parallel=2), device_blocks=20, host_blocks=64)
 HOST_TRANSFERS = Deployment(
     "host transfers",
     (
-        ("P", _unverified(replace(_P_SMALL, options=(*_P_SMALL.options, ("host_transfers", "auto"))))),
+        ("P", unverified(replace(_P_SMALL, options=(*_P_SMALL.options, ("host_transfers", "auto"))))),
         (
             "D",
-            _unverified(
+            unverified(
                 replace(
                     _D,
                     variables=(*_D.variables, *D_FAULTS.variables),

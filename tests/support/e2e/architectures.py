@@ -204,7 +204,7 @@ def _deepseek_v2_config(layers: int, kv_heads: int) -> dict[str, object]:
         "qk_rope_head_dim": ROPE_SIZE,
         "qk_nope_head_dim": NOPE_SIZE,
         "v_head_dim": VALUE_SIZE,
-        "first_k_dense_replace": layers,  # no mixture of experts
+        "first_k_dense_replace": layers + 1,  # no mixture of experts, nor in a layer that drafts
     }
 
 

@@ -12,6 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors.numpy import load_file, save_file
+
+from tests.support.e2e.draft_layers import add_qwen3_5_draft
+
 _ROOT = Path(__file__).parents[3]
 #: Deviation of a convolution's weights.
 _CONVOLUTION = 0.3
@@ -43,6 +47,10 @@ _GATED_DELTA_NET: dict[str, Any] = {
     "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
 }
 
+#: Without experts.
+_QWEN3_5 = _GATED_DELTA_NET | {"model_type": "qwen3_5_text"}
+_DRAFT_LAYERS = "mtp_num_hidden_layers"
+
 #: What differs from ``architectures.shared_config``, by the name that tests use.
 CONFIGS: Mapping[str, dict[str, Any]] = {
     "granite": _GRANITE,
@@ -65,8 +73,9 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 128,
         "mlp_only_layers": [],
     },
-    # The same without experts.
-    "qwen3_5": _GATED_DELTA_NET | {"model_type": "qwen3_5_text"},
+    "qwen3_5": _QWEN3_5,
+    # The same with a layer that drafts, as the first one.
+    "qwen3_5_mtp": _QWEN3_5 | {_DRAFT_LAYERS: 1, "layer_types": ["full_attention"] + 3 * ["linear_attention"]},
     # Mamba2 and attention in every layer.
     "falcon_h1": {
         "model_type": "falcon_h1",
@@ -129,6 +138,10 @@ def _save_random(directory: str, seed: int, settings: dict[str, Any]) -> None:
         if "conv" in parameter_name and parameter_name.endswith("weight"):
             torch.nn.init.normal_(parameter, std=_CONVOLUTION)
     model.save_pretrained(directory)
+    if getattr(config, _DRAFT_LAYERS, 0):
+        weights = load_file(f"{directory}/model.safetensors")
+        add_qwen3_5_draft(weights)
+        save_file(weights, f"{directory}/model.safetensors", metadata={"format": "pt"})
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from tests.support.e2e.architectures import (
     shared_config,
 )
 from tests.support.e2e.compressed_model import COMPRESSED_MODEL, V41_MODEL
+from tests.support.e2e.draft_layers import add_deepseek_draft
 from tests.support.e2e.glm5_next import GLM5_NEXT
 from tests.support.e2e.hybrids import write_hybrid
 
@@ -49,6 +50,7 @@ class ModelSpec:
     architecture: Name = "qwen3"
     adapters: tuple[str, ...] = ()  # LoRA adapters, by name; other names are other weights
     hybrid: str = ""  # one of ``hybrids.CONFIGS`` in the place of an architecture
+    drafts: bool = False  # has a layer that drafts, as DeepSeek's models do
 
     @property
     def name(self) -> str:
@@ -59,6 +61,7 @@ class ModelSpec:
                 f"{self.layers}layers",
                 f"{self.kv_heads}heads",
                 f"seed{self.seed}",
+                *(("drafts",) if self.drafts else ()),
                 *self.adapters,
             )
         )
@@ -98,8 +101,9 @@ def write_model(directory: Path, spec: ModelSpec, environment: Mapping[str, str]
         _write_tokenizer(directory, ())
         return directory
     architecture = _ARCHITECTURES[spec.architecture]
-    own = architecture.config(spec.layers, spec.kv_heads)
-    (directory / "config.json").write_text(json.dumps(shared_config(spec.layers, spec.kv_heads) | own))
+    config = shared_config(spec.layers, spec.kv_heads) | architecture.config(spec.layers, spec.kv_heads)
+    drafts = {"num_nextn_predict_layers": 1} if spec.drafts else {}
+    (directory / "config.json").write_text(json.dumps(config | drafts))
     save_file(_weights(spec), directory / "model.safetensors", metadata={"format": "pt"})
     for name, contents in architecture.files.items():
         (directory / name).write_text(json.dumps(contents))
@@ -125,7 +129,10 @@ def _weights(spec: ModelSpec) -> Weights:
     for index in range(spec.layers):
         layer = architecture.layer(draw, spec.kv_heads) | architecture.own(draw, index, spec.kv_heads)
         weights |= {f"{text}.layers.{index}.{name}": weight for name, weight in layer.items()}
-    return weights | architecture.beside(draw)
+    weights |= architecture.beside(draw)
+    if spec.drafts:
+        add_deepseek_draft(weights, spec.layers)
+    return weights
 
 
 def _write_adapter(directory: Path, spec: ModelSpec) -> None:

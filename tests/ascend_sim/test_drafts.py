@@ -1,0 +1,207 @@
+"""Tokens that a layer with a cache of its own drafts (MTP): its rows are pulled with those of the model.
+
+D drafts as well for a prompt that it computes alone, so how much of that it accepts tells whether the rows are right.
+"""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import ClassVar, TypeAlias
+
+import pytest
+
+from tests.support.ascend.drafting_servers import NPU_DRAFTS, NPU_DRAFTS_BESIDE_STATES, NPU_DRAFTS_QUANTISED
+from tests.support.ascend.paths import ascend_release
+from tests.support.ascend.servers import NPU_BLOCK_SIZE, STEP_TOKENS
+from tests.support.e2e.client import Completion
+from tests.support.e2e.cluster import Server
+from tests.support.e2e.corruption import spoil_numbers
+from tests.support.e2e.deployments import on
+from tests.support.e2e.legs import Router
+from tests.support.e2e.pair import Pair, assert_same_output, end_lease, make_prompt
+
+pytestmark = pytest.mark.skipif(ascend_release() == "0.23", reason="vllm-ascend 0.23 calls other operators for it")
+
+ANSWER = 24
+
+
+def pairs(*prefill: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("pair", [(name, "D") for name in prefill], indirect=True, ids="-".join)
+
+
+@dataclass(slots=True)
+class Drafts:
+    """What a server drafted while a ``drafts_of`` block ran, and what of that was accepted."""
+
+    drafted: int = 0
+    accepted: int = 0
+
+
+#: A prompt, what D answers to it alone, and its drafts.
+Reference: TypeAlias = tuple[list[int], Completion, Drafts]
+
+
+@contextmanager
+def drafts_of(server: Server) -> Iterator[Drafts]:
+    before, drafts = server.client.metrics(), Drafts()
+    yield drafts
+    counted = server.client.metrics().since(before)
+    drafts.drafted = int(counted.value("vllm:spec_decode_num_draft_tokens_total"))
+    drafts.accepted = int(counted.value("vllm:spec_decode_num_accepted_tokens_total"))
+
+
+class Drafting:
+    """What holds whatever the caches. D has three drafts a step, P one or none."""
+
+    found_tokens: ClassVar[int] = NPU_BLOCK_SIZE  # of a first turn with its answer, which fill two blocks
+    layer: ClassVar[str] = ".layers.3.self_attn.attn"  # which drafts: the end of its name
+    spare: ClassVar[int] = 0  # by how many accepted drafts two answers may differ
+
+    def reference(self, server: Server, prompt: list[int]) -> Reference:
+        with drafts_of(server) as drafts:
+            completion = server.client.compute(prompt, ANSWER)
+        return prompt, completion, drafts
+
+    def assert_right(self, completion: Completion, drafts: Drafts, reference: Reference) -> None:
+        prompt, expected, alone = reference
+        assert_same_output(completion, expected)
+        assert abs(drafts.accepted - alone.accepted) <= self.spare_of(prompt)
+        assert alone.accepted > ANSWER // 4
+
+    def spare_of(self, prompt: list[int]) -> int:
+        """P computes long prompts in parts; vllm-ascend 0.30 makes a draft's last row of each of a wrong token."""
+        return self.spare + len(prompt) // STEP_TOKENS
+
+    @pairs("P TP1", "P TP2")
+    @pytest.mark.parametrize("tokens", [NPU_BLOCK_SIZE + 1, 1000])
+    def test_a_pulled_prompt_gives_the_same_output_by_the_same_drafts(
+        self, pair: Pair, servers: dict[str, Server], tokens: int
+    ) -> None:
+        """And the same output as without drafts."""
+        reference = self.reference(pair.decode, make_prompt(tokens, (tokens, pair.name)))
+        prompt = reference[0]
+        with drafts_of(pair.decode) as drafts:
+            _, completion = pair.assert_pulls_all(prompt, ANSWER)
+        self.assert_right(completion, drafts, reference)
+        assert_same_output(completion, self.without_drafts(servers["P without"], prompt))
+
+    def without_drafts(self, server: Server, prompt: list[int]) -> Completion:
+        return server.client.compute(prompt, ANSWER)
+
+    @pairs("P TP2")
+    def test_a_second_turn_drafts_the_same_behind_what_was_drafted(self, pair: Pair) -> None:
+        """D finds blocks of the first answer, into which it wrote rows of tokens that it did not accept, too."""
+        prompt = make_prompt(NPU_BLOCK_SIZE - 10, (pair.name, "turns"))
+        first = pair.disaggregate(prompt, NPU_BLOCK_SIZE + 20)
+        more = make_prompt(100, (pair.name, "second turn"))
+        reference = self.reference(pair.decode, [*prompt, *first.tokens, *more])
+        with pair.traffic() as traffic, drafts_of(pair.decode) as drafts:
+            completion = pair.disaggregate(reference[0], ANSWER)
+        assert traffic.source("local_compute") == 1
+        assert traffic.source("local_cache_hit") == self.found_tokens
+        self.assert_right(completion, drafts, reference)
+
+    @pairs("P TP2")
+    def test_both_legs_at_once_bring_the_same_drafts(self, pair: Pair) -> None:
+        reference = self.reference(pair.decode, make_prompt(1100, (pair.name, "legs")))
+        router = Router(pair)
+        with drafts_of(pair.decode) as drafts:
+            answers = router.send(reference[0], ANSWER, decode_first_s=0.3)
+        self.assert_right(answers.decode, drafts, reference)
+
+    def assert_spoilt_rows_cost_drafts(self, pair: Pair, part: str) -> None:
+        """A number in each row of the prompt's last block, of the layer that drafts: the output stays right."""
+        prompt, expected, alone = self.reference(
+            pair.decode, make_prompt(4 * NPU_BLOCK_SIZE - 1, (pair.name, "spoilt", part))
+        )
+        params = pair.prefill.client.prefill(prompt)
+        spoil_numbers(pair.prefill, params, part, self.layer)
+        with drafts_of(pair.decode) as drafts:
+            completion = pair.decode_leg(prompt, params, ANSWER)
+        assert_same_output(completion, expected)
+        assert drafts.accepted < alone.accepted - self.spare_of(prompt)
+
+    @pairs("P without")
+    def test_without_drafts_on_the_prefill_server_fewer_are_accepted(self, pair: Pair) -> None:
+        """D's layer attends to what its blocks last held."""
+        prompt, expected, alone = self.reference(
+            pair.decode, make_prompt(4 * NPU_BLOCK_SIZE - 1, (pair.name, "none there"))
+        )
+        with drafts_of(pair.decode) as drafts:
+            _, completion = pair.assert_pulls_all(prompt, ANSWER)
+        assert_same_output(completion, expected)
+        assert drafts.accepted < alone.accepted - self.spare_of(prompt)
+
+
+class ConcurrentDrafting(Drafting):
+    """Prompts at once, too, where numbers have so many bits that it does not matter which are computed together."""
+
+    @pairs("P TP1", "P TP2")
+    def test_concurrent_prompts_give_the_same_outputs_by_the_same_drafts(self, pair: Pair) -> None:
+        prompts = [make_prompt(100 + 250 * number, (pair.name, "concurrent", number)) for number in range(4)]
+        references = [self.reference(pair.decode, prompt) for prompt in prompts]
+        with drafts_of(pair.decode) as drafts, ThreadPoolExecutor(len(prompts)) as clients:
+            completions = list(clients.map(lambda each: pair.disaggregate(each[0], ANSWER), references))
+        for completion, (_, expected, _) in zip(completions, references, strict=True):
+            assert_same_output(completion, expected)
+        difference = drafts.accepted - sum(alone.accepted for _, _, alone in references)
+        assert abs(difference) <= sum(map(self.spare_of, prompts))
+
+
+@on(NPU_DRAFTS)
+class TestIndexers(ConcurrentDrafting):
+    @pairs("P TP2")
+    @pytest.mark.parametrize("part", ["mla_latent", "mla_rope"])
+    def test_spoilt_rows_cost_drafts(self, pair: Pair, part: str) -> None:
+        """Of prompts as long as these, the indexer selects all tokens, whatever its keys."""
+        self.assert_spoilt_rows_cost_drafts(pair, part)
+
+
+@on(NPU_DRAFTS_QUANTISED)
+class TestQuantised(Drafting):
+    """Latent vectors in int8, where each reference has computed the last token of the prompt in a step that follows.
+
+    So has D of a pulled prompt, and the numbers have the same bits; but the reference had drafts in that step, and its
+    other steps are other ones, too.
+    """
+
+    spare = 4
+
+    def reference(self, server: Server, prompt: list[int]) -> Reference:
+        with drafts_of(server) as drafts:
+            whole = server.client.compute(prompt, 1 + ANSWER)
+        return [*prompt, whole.tokens[0]], Completion(200, "", whole.tokens[1:], whole.logprobs[1:]), drafts
+
+    def without_drafts(self, server: Server, prompt: list[int]) -> Completion:
+        whole = server.client.compute(prompt[:-1], 1 + ANSWER)
+        return Completion(200, "", whole.tokens[1:], whole.logprobs[1:])
+
+    @pairs("P TP2")
+    @pytest.mark.parametrize("part", ["mla_scale"])
+    def test_spoilt_rows_cost_drafts(self, pair: Pair, part: str) -> None:
+        """One of 512 numbers in int8 would not do."""
+        self.assert_spoilt_rows_cost_drafts(pair, part)
+
+
+@on(NPU_DRAFTS_BESIDE_STATES)
+class TestBesideStates(ConcurrentDrafting):
+    """Of the same prompt of a dozen tokens, D alone accepts some drafts more or less from one time to the next."""
+
+    spare = 2
+    found_tokens = 0  # without prefix caching
+    layer = "mtp.layers.0.self_attn.attn"
+
+    @pairs("P TP2")
+    @pytest.mark.parametrize("part", ["k", "v"])
+    def test_spoilt_rows_cost_drafts(self, pair: Pair, part: str) -> None:
+        self.assert_spoilt_rows_cost_drafts(pair, part)
+
+    @pairs("P TP1")
+    def test_the_layer_that_drafts_sees_the_token_that_is_left_to_the_decode_server(self, pair: Pair) -> None:
+        """As P's answer: its last row is made of the last token that it computes, and of the one behind."""
+        prompt = make_prompt(NPU_BLOCK_SIZE + 1, (pair.name, "left out"))
+        answer = pair.prefill.client.complete(prompt, 1, kv_transfer_params={"do_remote_decode": True})
+        assert answer.kv_transfer_params is not None
+        end_lease(answer.kv_transfer_params)
+        assert list(answer.tokens) == prompt[-1:]

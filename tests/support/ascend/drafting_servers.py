@@ -1,0 +1,73 @@
+"""Sets of servers on simulated NPUs that draft tokens by layers of their own. Nothing is verified.
+
+A model's drafts are right often: ``tests.support.e2e.draft_layers``.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+
+from tests.support.ascend.servers import LONGEST, NPU_STATE_BLOCK, on_npu, quantised, unverified
+from tests.support.e2e.architectures import Name
+from tests.support.e2e.cluster import ServerSpec
+from tests.support.e2e.deployments import Deployment, peer, prefill
+from tests.support.e2e.models import ModelSpec
+
+#: vllm-ascend 0.30 reads the token behind a part of a prompt from memory that its next step overwrites, so that on a
+#: slow device the draft gets none (-1). With asynchronous scheduling, nothing makes that step wait.
+_IN_STEP = ("--no-async-scheduling",)
+_AT_ONCE = ("--max-num-batched-tokens", str(LONGEST))
+
+
+def _also(spec: ServerSpec, *arguments: str) -> ServerSpec:
+    """The server with more arguments."""
+    return replace(spec, arguments=(*spec.arguments, *arguments))
+
+
+def _speculative(drafts: int) -> tuple[str, ...]:
+    """Arguments for so many drafts a step; none for 0."""
+    config = {"method": "mtp", "num_speculative_tokens": drafts}
+    return ("--speculative-config", json.dumps(config)) if drafts else ()
+
+
+def _drafting(spec: ServerSpec, drafts: int) -> ServerSpec:
+    return unverified(on_npu(replace(spec, arguments=_speculative(drafts)), device_blocks=96))
+
+
+def _drafting_states(spec: ServerSpec, drafts: int) -> ServerSpec:
+    # A request has a state for each of its drafts, and as recipes have it none at borders of blocks.
+    spec = _also(_drafting(spec, drafts), "--no-enable-prefix-caching")
+    return replace(spec, block_size=NPU_STATE_BLOCK, kv_cache_bytes=128 << 20)
+
+
+def _drafting_deployment(name: str, model: ModelSpec, drafting: Callable[[ServerSpec, int], ServerSpec]) -> Deployment:
+    """Prefill servers with fewer drafts than D, or none."""
+    return Deployment(
+        name,
+        (
+            ("P TP1", _also(drafting(prefill(model), 1), *_IN_STEP)),
+            ("P TP2", _also(drafting(prefill(model, tensor_parallel=2), 1), *_IN_STEP)),
+            ("P without", drafting(peer(model, None), 0)),
+            ("D", _also(drafting(replace(peer(model, None), role="kv_consumer"), 3), *_AT_ONCE)),
+        ),
+    )
+
+
+def _with_draft(architecture: Name) -> ModelSpec:
+    return ModelSpec(layers=3, architecture=architecture, drafts=True)
+
+
+def _drafting_quantised(spec: ServerSpec, drafts: int) -> ServerSpec:
+    return _also(quantised(spec), *_speculative(drafts))
+
+
+#: Latent vectors and an indexer's keys.
+NPU_DRAFTS = _drafting_deployment("drafts", _with_draft("deepseek_v32"), _drafting)
+
+#: The same in int8.
+NPU_DRAFTS_QUANTISED = _drafting_deployment("drafts, quantised", _with_draft("glm_moe_dsa"), _drafting_quantised)
+
+#: Keys and values beside states of gated delta net, which are wider with more drafts.
+NPU_DRAFTS_BESIDE_STATES = _drafting_deployment(
+    "drafts beside states", ModelSpec(hybrid="qwen3_5_mtp"), _drafting_states
+)
