@@ -30,12 +30,12 @@ _MOVED = "move `fuse_muls_add`"
 
 def recipe_table() -> str:
     """The table: a row for each recipe, or for those that differ in their names only."""
-    head = "| recipe | model | P > D | caches | change also | tokens | drafts |"
+    head = "| recipe | model | P→D | caches | change also | tokens |"
     names: dict[str, list[str]] = {}
     for recipe in sorted(all_recipes().values(), key=lambda recipe: recipe.name):
         names.setdefault(_cells(recipe), []).append(recipe.name)
     rows = (f"| {', '.join(alike)} | {cells} |" for cells, alike in names.items())
-    return "\n".join((head, "|---" * 7 + "|", *rows, ""))
+    return "\n".join((head, "|---" * 6 + "|", *rows, ""))
 
 
 def written(page: str) -> str:
@@ -47,17 +47,15 @@ def written(page: str) -> str:
 def _cells(recipe: Recipe) -> str:
     """A row but for its name."""
     caches = " ".join(recipe.forms["P"]) if recipe.forms["P"] == recipe.forms["D"] else str(recipe.forms)
-    tokens = "✓" if recipe.forms["P"] in _TOKENS else ""
+    tokens = ("✓ +d" if _drafts(recipe) else "✓") if recipe.forms["P"] in _TOKENS else ""
     also = ", ".join(_also(recipe))
-    return " | ".join((recipe.model, f"{_shape(recipe.p)} > {_shape(recipe.d)}", caches, also, tokens, _drafts(recipe)))
+    return " | ".join((recipe.model, f"{_shape(recipe.p)}→{_shape(recipe.d)}", caches, also, tokens))
 
 
-def _drafts(recipe: Recipe) -> str:
-    """Whether servers gave right tokens with such drafts; "none" where the recipe has none."""
+def _drafts(recipe: Recipe) -> bool:
+    """Whether servers gave right tokens with drafts like the recipe's."""
     methods = [side.draft["method"] for side in (recipe.p, recipe.d) if side.draft]
-    if not methods:
-        return "none"
-    return "✓" if recipe.forms["P"] in _DRAFTS and all(method.endswith("mtp") for method in methods) else ""
+    return recipe.forms["P"] in _DRAFTS and bool(methods) and all(method.endswith("mtp") for method in methods)
 
 
 def _shape(side: RecipeSide) -> str:
