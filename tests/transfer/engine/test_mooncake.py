@@ -354,6 +354,6 @@ def test_registration_that_fails_half_way_takes_nothing(engine: MooncakeEngine, 
     good, stranger = Memory(4096), Memory(8192)
     # Behind the engine's back, so that the second of two regions meets Mooncake's own refusal.
     engine.native.register([Region(stranger.region.address, 4096)])
-    with pytest.raises(EngineStartError, match=r"overlaps memory that is registered already \(code -7\)"):
+    with pytest.raises(EngineStartError, match=r"\(code -7\): it overlaps memory that is registered already"):
         engine.register([good.region, stranger.region])
     engine.register([good.region])
