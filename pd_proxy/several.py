@@ -18,8 +18,8 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Scope
 
-from pd_proxy.apis import COMPLETIONS, SEVERAL, Body, encoded
-from pd_proxy.error_answers import EVENT_END
+from pd_proxy.apis import COMPLETIONS, SEVERAL, Body, encoded, parsed
+from pd_proxy.error_answers import EVENT_END, is_error
 from pd_proxy.headers import REQUEST_ID
 from pd_proxy.http_client import Client
 from pd_proxy.moves import NOT_VLLMS, event_of
@@ -28,14 +28,20 @@ from pd_proxy.parameters import undivided_reason
 #: How many prompts of one request are under way at once, so that one client does not take all the servers.
 _AT_ONCE = 16
 _ID = REQUEST_ID.encode()
+_LONGEST_ID = 240  # with a number behind it, the endpoint takes it as it is
 #: Headers that are not the same for the whole and for each prompt. Answers are read here, so they are wanted plain.
 _OWN = frozenset({b"content-length", b"transfer-encoding", b"accept-encoding", _ID})
 
 
 def can_part(reason: str | None, body: Body, *, is_cut: bool) -> bool:
     """Return whether several prompts are all the ``reason`` why a request would be D's alone."""
-    is_one_kind = reason == SEVERAL and {type(prompt) for prompt in body["prompt"]} in ({str}, {list})
-    return is_one_kind and not undivided_reason(COMPLETIONS, body | {"prompt": body["prompt"][0]}, is_cut=is_cut)
+    if reason != SEVERAL or not isinstance(body.get("stream"), bool | None):
+        return False
+    prompts = body["prompt"]
+    are_texts = all(isinstance(prompt, str) for prompt in prompts)
+    are_ids = all(isinstance(prompt, list) and all(type(token) is int for token in prompt) for prompt in prompts)
+    is_usual = undivided_reason(COMPLETIONS, body | {"prompt": prompts[0]}, is_cut=is_cut) is None
+    return (are_texts or are_ids) and is_usual
 
 
 @dataclass(slots=True)
@@ -47,6 +53,7 @@ class _Part:
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
     content: bytes = b""  # of a stream, what is no whole event yet
     is_whole: bool = False
+    error: bytes = b""  # as an event
 
 
 @dataclass(slots=True, eq=False)
@@ -81,12 +88,15 @@ class Several:
         """Serve the next prompt, and the next, until none is left or one has failed."""
         for number, prompt in prompts:
             part, content = _Part(number), [encoded(self.body | {"prompt": prompt})]
-            scope = {**self.scope, "headers": _named(self.scope["headers"], f"{self.client.record.identity}-{number}")}
+            identity = f"{self.client.record.identity[:_LONGEST_ID]}-{number}"
+            scope = {**self.scope, "headers": _named(self.scope["headers"], identity)}
             await self.endpoint(scope, partial(self._receive, content), partial(self._take, part))
             if self._ended.is_set():
                 return
             self._last = part
-            if part.status != HTTPStatus.OK or not part.is_whole:
+            if part.status != HTTPStatus.OK and is_error(part.content):
+                part.error = event_of(parsed(part.content))
+            if part.status != HTTPStatus.OK or not part.is_whole or part.error:
                 self._ended.set()
 
     async def _receive(self, content: list[bytes]) -> Message:
@@ -118,7 +128,9 @@ class Several:
         try:
             event = self._numbered(part, raw.removeprefix(b"data: "))
         except NOT_VLLMS:  # a comment, an error, or the end
-            return b"" if raw == b"data: [DONE]" else raw + EVENT_END
+            if is_error(raw.removeprefix(b"data: ")):  # told when the other prompts have ended
+                part.error = raw + EVENT_END
+            return b"" if part.error or raw == b"data: [DONE]" else raw + EVENT_END
         if event["choices"]:
             return event_of(event)
         self._answers[part.number] = event
@@ -130,6 +142,7 @@ class Several:
         for choice in answer["choices"]:
             choice["index"] += part.number * (self.body.get("n") or 1)
         answer["id"] = answer["id"].removesuffix(f"-{part.number}")
+        answer.pop("metrics", None)  # those of one prompt, which vLLM leaves out where there are several
         return answer
 
     def _whole(self) -> Body:
@@ -141,9 +154,16 @@ class Several:
     async def _end(self, last: _Part) -> None:
         """End the client's answer, by the last prompt, or by the one that has failed."""
         client, is_well = self.client, last.status == HTTPStatus.OK
-        if not (is_well and last.is_whole):
-            client.record.problem = f"prompt {last.number} failed with status {last.status}"
-        if not last.is_whole or (client.started and not is_well):
+        if last.error or not (is_well and last.is_whole):
+            status = "" if is_well else f" with status {last.status}"
+            client.record.problem = f"prompt {last.number} failed{status}"
+        if client.started and last.error:
+            client.record.broken_off = True
+            await client.send_piece(last.error)
+            if is_well and last.is_whole:  # as vLLM ends a stream with an error
+                await client.send_piece(b"data: [DONE]" + EVENT_END)
+                await client.end()
+        elif not last.is_whole or (client.started and not is_well):
             await client.fail(HTTPStatus.BAD_GATEWAY, client.record.problem)
         elif client.started:
             usage = event_of(self._whole()) if self._answers else b""

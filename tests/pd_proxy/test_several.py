@@ -150,10 +150,12 @@ def test_what_keeps_one_prompt_with_d_keeps_all_of_them_there(
 ) -> None:
     d = setup.server(answers(200, b"{}"))
     proxy = setup.proxy([p], [d])
-    for changed in ({"use_beam_search": True}, {"prompt_logprobs": 1}, {"prompt": [*prompts, 7]}):
+    unusual: list[dict[str, Any]] = [{"use_beam_search": True}, {"prompt_logprobs": 1}, {"stream": 1}]
+    unusual += [{"prompt": [*prompts, more]} for more in (7, [[2], [3]], ["a"])]
+    for changed in unusual:
         assert proxy.complete(**{"prompt": prompts} | changed).content == b"{}"
     assert not p.received
-    assert [body["prompt"] for body in d.bodies] == [prompts, prompts, [*prompts, 7]]
+    assert [body["prompt"] for body in d.bodies] == [each.get("prompt", prompts) for each in unusual]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -194,17 +196,55 @@ def test_a_prompt_that_breaks_off_breaks_a_stream_off(proxy: Proxy, d: FakeServe
     begun.set()
     got = client.receive_all()
     assert not got.endswith(b"0\r\n\r\n")
-    assert b'"message":"prompt 1 failed with status 502"' in got
+    assert got.count(b'"error"') == got.count(b'"message":"a decode server broke off"') == 1
     assert b"[DONE]" not in got
     assert "pd_proxy_broken_off_total 1" in proxy.http.get("/metrics").text
     until(lambda: proxy.in_flight() == 0)
+
+
+@pytest.mark.parametrize("how", ["in order", "breaks off", "refused"])
+def test_the_error_of_one_prompt_ends_a_stream_that_has_begun(proxy: Proxy, d: FakeServer, how: str) -> None:
+    """By itself, behind what the others have said; nothing but the end is behind it."""
+    begun = threading.Event()
+    refuses = answers(400, ERROR, Content_Type="application/json")
+
+    async def one_fails(received: Received, wire: Wire) -> None:
+        is_second = received.body["prompt"] == "two"
+        if is_second:
+            await opened(begun)
+        if is_second and how == "refused":
+            await refuses(received, wire)
+            return
+        await wire.head()
+        event = answer(received, choices=choices(received, "a"))
+        await wire.chunk(b"data: " + json.dumps(event).encode() + b"\n\n")
+        if not is_second:
+            await stalls(received, wire)
+        elif how == "in order":
+            await wire.chunk(b"data: " + ERROR + b"\n\ndata: [DONE]\n\n")
+            await wire.end()
+        else:
+            await drops(received, wire)
+
+    d.script = one_fails
+    client = RawClient.completing(proxy, json.dumps({"prompt": PROMPTS, "stream": True}).encode())
+    client.receive_until(b'"index"')
+    begun.set()
+    got = client.receive_until(b"0\r\n\r\n") if how == "in order" else client.receive_all()
+    assert got.count(b'"error"') == 1
+    assert (b"too long" in got) == (how != "breaks off")
+    assert (b"[DONE]" in got, got.endswith(b"0\r\n\r\n")) == (how == "in order",) * 2
+    assert b'"index"' not in got.partition(b'"error"')[2]
+    assert b"status 200" not in got
+    assert all(one.left.wait(30) for one in d.received if one.body["prompt"] != "two")
+    client.leave()
 
 
 def test_what_is_no_answer_is_an_error(proxy: Proxy, d: FakeServer) -> None:
     d.script = answers(200, b"<html>")
     response = proxy.complete(prompt=PROMPTS)
     assert response.status_code == 502
-    assert re.fullmatch(r"prompt \d failed with status 200", response.json()["error"]["message"])
+    assert re.fullmatch(r"prompt \d failed", response.json()["error"]["message"])
 
 
 def test_only_so_many_are_under_way_at_once(proxy: Proxy, d: FakeServer) -> None:
