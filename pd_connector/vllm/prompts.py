@@ -72,7 +72,7 @@ class Prompts:
         whole, last = self.identify(request), int(request.all_token_ids[-1])
         if leave_last_token(request, hash_tokens):
             self._whole[request.request_id] = whole
-            if drafts and not request.use_structured_output:
+            if drafts and request.prompt_embeds is None and not request.use_structured_output:
                 answer_with(request, last)
 
     def is_cut(self, request_id: str) -> bool:

@@ -71,6 +71,7 @@ def answer_with(request: "Request", token: int) -> None:
     """Have a request that has just come sample this token only. Its sampling parameters may be a client's."""
     request.sampling_params = request.sampling_params.clone()
     request.sampling_params.allowed_token_ids = [token]
+    request.sampling_params.min_tokens = 0  # it may be one that ends a text
 
 
 def ends_with_media(request: "Request") -> bool:

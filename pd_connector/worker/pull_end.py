@@ -36,7 +36,7 @@ class PullFailed(Exception):  # noqa: N818
     @classmethod
     def unanswered(cls, error: TransferError, *, had_time: bool) -> "PullFailed":
         """Return the failure of a pull whose message to P ended with ``error``; ``had_time`` as for ``cause_of``."""
-        cause = cause_of(error, had_time=had_time)
+        cause = Cause.TIMEOUT if asks_to_wait(error) else cause_of(error, had_time=had_time)
         return cls(cause, str(error), is_unresponsive=cause not in (Cause.REFUSED, Cause.TIMEOUT))
 
 

@@ -39,8 +39,8 @@ _CODES = {
 }
 #: Mooncake's transport for Ascend returns -1 for whatever it is refused.
 _ASCEND_REFUSED = (
-    "CANN's answer is in Mooncake's line 'Register mem ret' above. Its documentation allows 50 GB of device memory on "
-    "A2 and A3: if these are exceeded, lower gpu_memory_utilization"
+    "CANN's answer is in Mooncake's line 'Register mem ret' above. CANN's documentation allows 50 GB of device memory "
+    "on A2 and A3: if these are exceeded, lower gpu_memory_utilization"
 )
 _OPEN_SEGMENT = "_ZN8mooncake14TransferEngine11openSegmentERKNSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE"
 _NO_SEGMENT = 2**64 - 1

@@ -205,6 +205,8 @@ def _failed_check(runner: Any, form: "CacheForm", caches: JoinedCaches | None) -
             else:
                 found = difference_at_end(operators, list(caches.values()), form.block_tokens)
             if found:
+                if caches is not None:
+                    caches.clear()  # so that their memory is given back
                 return found
     finally:
         watch.give_back()

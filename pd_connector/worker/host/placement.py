@@ -39,7 +39,9 @@ def near_node(device: torch.device, system: Path = Path("/")) -> NearNode:
     if device.type == "cuda":
         return _of_gpu(torch.cuda.get_device_properties(device), device, system)
     if device.type == "npu" and (address := npu_pci_address(device.index or 0)):
-        return _of_place(address, device, system)
+        near = _of_place(address, device, system)
+        if near.node is not None:
+            return near
     return _of_processors(os.sched_getaffinity(0), system)
 
 

@@ -234,14 +234,14 @@ def test_embedded_prompts_are_told_apart_by_any_token() -> None:
 
 def test_what_drafts_sees_the_token_that_is_left_out_behind_the_others() -> None:
     """As the answer, whatever the client has asked for; its own parameters stay as they are."""
-    asked = SamplingParams(max_tokens=9, temperature=0.7)
+    asked = SamplingParams(max_tokens=9, temperature=0.7, min_tokens=1, stop_token_ids=[7])
     whole, short = Request("r", [5, 6, 7], asked, None), Request("s", [5], asked, None)
     for request in (whole, short):
         Prompts().cut(request, 2, drafts=True)
     assert whole.prompt_token_ids == [5, 6]
     assert (whole.sampling_params.allowed_token_ids, whole.sampling_params.temperature) == ([7], 0.7)
     assert short.sampling_params is asked
-    assert asked.allowed_token_ids is None
+    assert (asked.allowed_token_ids, asked.min_tokens, whole.sampling_params.min_tokens) == (None, 1, 0)
 
 
 def test_a_grammar_rejects_no_token_that_was_left_out() -> None:

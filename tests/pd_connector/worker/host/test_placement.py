@@ -100,6 +100,14 @@ def test_an_npu_has_the_node_of_its_place_wherever_its_worker_may_run(
     assert near == NearNode(1, "that is the node of npu:1 (0001:3b:02.0)")
 
 
+def test_an_npu_whose_place_has_no_node_has_that_of_its_workers_processors(
+    system: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bound_to(monkeypatch, 3, 7)
+    cann_tells(monkeypatch, "0001:3b:02.0")
+    assert near_node(NPU, with_gpu(system, monkeypatch, "-1\n")).node == 1
+
+
 # Of processors
 
 
