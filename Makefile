@@ -84,10 +84,12 @@ SERVERS_ONLY := ascend_sim cuda e2e npu_sim
 define types_and_tests
 logs=$$(mktemp -d); trap 'kill $$(jobs -p) 2>/dev/null || :; rm -r $$logs' EXIT; trap 'exit 130' INT; failed=; \
 $(BIN)/mypy >$$logs/types 2>&1 & types=$$!; \
-run() { $(BIN)/python -m pytest -n 2 --dist loadfile -m '$(1)' -o cache_dir=.pytest_cache/$$1 tests "$${@:2}" $(ARGS) || $(OTHERS_CHOSEN); }; \
+run() { $(BIN)/python -m pytest -n 2 --dist loadfile -m '$(1)' -o cache_dir=.pytest_cache/$$1 tests "$${@:2}" $(ARGS) || \
+	{ $(OTHERS_CHOSEN) && touch $$logs/no-$$1; }; }; \
 run vllm $(patsubst %,--ignore-glob='tests/%',$(WITHOUT_VLLM) $(SERVERS_ONLY) $(2)) >$$logs/vllm 2>&1 & vllm=$$!; \
 run others $(patsubst %,--ignore-glob='tests/%',$(WITH_VLLM) $(SERVERS_ONLY) $(2)) || failed=others; \
-wait $$vllm || failed=vllm; cat $$logs/vllm; wait $$types || failed=types; cat $$logs/types; [ -z "$$failed" ]
+wait $$vllm || failed=vllm; cat $$logs/vllm; wait $$types || failed=types; cat $$logs/types; \
+[ -z "$$failed" ] && ! [ -e $$logs/no-vllm -a -e $$logs/no-others ]
 endef
 
 lint: $(STAMPS)/installed
