@@ -134,7 +134,7 @@ check() { # MODEL: ends with a message that says what to do where something is m
             die 2 "there is no command '$name' here: install it, or activate the environment that has it"
     done
     missing=$("$PYTHON" -c 'import sys; from importlib.util import find_spec
-print(*[name for name in sys.argv[1:] if find_spec(name) is None])' aiohttp starlette uvicorn "${modules[@]}")
+print(*[name for name in sys.argv[1:] if find_spec(name) is None])' aiohttp msgspec starlette uvicorn "${modules[@]}")
     [[ -z $missing ]] ||
         die 2 "$PYTHON has no $missing: run pip install '.[$extra,proxy]' in $root, or name another PYTHON"
     mkdir -p "$LOG_DIR" || die 2 "the logs need a directory that can be written: choose one with LOG_DIR"

@@ -51,7 +51,7 @@ class Exchange(ABC):
             record.status = CLIENT_LEFT
             record.problem = "the client left"
         except asyncio.CancelledError:
-            # Not raised again: nothing is above but the ASGI server, which closes the connection.
+            # Not raised again: above is the ASGI server, which closes the connection, or who serves several prompts.
             record.problem = "the proxy is shutting down"
             if not client.complete:
                 with suppress(ClientDisconnect, TimeoutError):
