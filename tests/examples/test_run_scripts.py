@@ -207,7 +207,8 @@ def test_missing_packages_are_named_with_the_extra_that_brings_them(start: Start
     bare.chmod(0o755)
     run = start("cpu", "model", PYTHON=str(bare))
     assert run.wait() == 2
-    assert f"{bare} has no aiohttp msgspec starlette uvicorn vllm mooncake: run pip install '.[cpu,proxy]'" in run.output
+    lacks = "aiohttp msgspec starlette uvicorn vllm mooncake"
+    assert f"{bare} has no {lacks}: run pip install '.[cpu,proxy]'" in run.output
 
 
 @pytest.mark.parametrize("name", ["PROXY_PORT", "PREFILL_PORT", "DECODE_PORT"])
