@@ -79,4 +79,5 @@ def test_what_brings_tracing_has_an_extra_of_its_own() -> None:
 
 
 def test_the_extra_names_nothing_that_no_example_imports() -> None:
-    assert extra("examples") == third_party(*EXAMPLES.rglob("*.py")).keys() - WITH_VLLM
+    imported = third_party(*EXAMPLES.rglob("*.py")).keys() - WITH_VLLM
+    assert extra("examples") == imported | extra("proxy"), "examples start the proxy"
