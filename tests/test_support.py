@@ -1,6 +1,7 @@
 """The rules that the helpers of the tests keep: an index of them all, one name for one thing, waiting that can fail."""
 
 import ast
+import gc
 import re
 import subprocess
 import sys
@@ -139,3 +140,8 @@ def test_tests_on_pairs_share_the_servers_of_a_deployment(tmp_path: Path) -> Non
     ran = subprocess.run(command, cwd=SUPPORT.parents[1], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert ran.stdout.count("started a deployment") == 2
+
+
+def test_garbage_is_collected_among_what_came_after_the_imports_only() -> None:
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > 0

@@ -299,15 +299,16 @@ class Pull:
             PullFailed: the lease has ended, or P does not answer, or with slots for other blocks, or it is too late.
         """
         remote, longest_s = self.order.remote, self._context.handshake_timeout_s
-        left_s = self._time_to_read()
-        try:
-            timeout_s = min(max(left_s, MIN_ANSWER_S), longest_s)
-            reply = self._send(Locate(remote.remote_engine_id, remote.lease_id), timeout_s).result()
-        except TransferError as error:
-            if left_s > longest_s and asks_to_wait(error):  # while steps of P's write to the blocks, however long
-                self._locate(peer)
-                return
-            raise PullFailed.unanswered(error, had_time=left_s >= longest_s) from error
+        while True:
+            left_s = self._time_to_read()
+            try:
+                timeout_s = min(max(left_s, MIN_ANSWER_S), longest_s)
+                reply = self._send(Locate(remote.remote_engine_id, remote.lease_id), timeout_s).result()
+                break
+            except TransferError as error:
+                # While steps of P's write to the blocks, it is asked again, however long they take.
+                if left_s <= longest_s or not asks_to_wait(error):
+                    raise PullFailed.unanswered(error, had_time=left_s >= longest_s) from error
         if not reply.place:
             raise PullFailed(Cause.LEASE, why_ended(self.order, reply.reason))
         if reply.place == Place.DEVICE:

@@ -22,7 +22,7 @@ from pd_connector.stats import StatsRecorder
 from pd_connector.vllm import cross_layer_tensors, layouts
 from pd_connector.vllm.cache_groups import GroupSpec, Ranks
 from pd_connector.vllm.cross_layer_tensors import ALIGNMENT
-from pd_connector.vllm.npu import allocation
+from pd_connector.vllm.npu import allocation, cache_check, memory_watch, operators
 from pd_connector.vllm.releases import installed
 from pd_connector.vllm.releases.newest import VllmRelease
 from pd_connector.vllm.releases.release_023 import Release023
@@ -211,6 +211,20 @@ def test_caches_stay_apart_if_there_is_no_room_in_one_piece(
         "30720 bytes cannot be allocated together (OutOfMemoryError: NPU out of memory)"
     )
     assert log.records[0].levelno == logging.WARNING
+
+
+def test_caches_that_fail_are_let_go_before_memory_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's allocator would keep them in one piece, in which fewer layers have room apart."""
+    caches = allocation.JoinedCaches({"l0": ()})
+    left: list[int] = []
+    monkeypatch.setattr(operators, "attention_operators", lambda *_: ["one"])
+    monkeypatch.setattr(cache_check, "difference_at_end", lambda *_: "other bits")
+    watch = SimpleNamespace(give_back=lambda: left.append(len(caches)))
+    monkeypatch.setattr(memory_watch, "DeviceMemoryWatch", lambda: watch)
+    runner: Any = SimpleNamespace(vllm_config=None, device="cpu")
+    form: Any = SimpleNamespace(layers=("l0",), block_tokens=16)
+    assert allocation._failed_check(runner, form, caches) == "other bits"
+    assert left == [0]
 
 
 @pytest.mark.parametrize(
