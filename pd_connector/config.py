@@ -273,7 +273,12 @@ def _validated(model: type[M], values: Mapping[str, Any]) -> M:
         raise ConfigError("kv_connector_extra_config: " + "; ".join(problems)) from None
 
 
+#: Of the object that vLLM's --kv-transfer-config is.
+_BESIDE = ("engine_id", "kv_buffer_device", "kv_connector_module_path", "kv_load_failure_policy", "kv_role")
+
+
 def _explain(loc: Sequence[str], kind: str, message: str, value: Any) -> str:
+    message = message.removeprefix("Value error, ")
     if loc[0] in RecipeKeys.model_fields:
         return f"{'.'.join(loc)} = {value!r}: {message[0].lower()}{message[1:]}"
     model: type[BaseModel] = Tuning if len(loc) > 1 and loc[0] == "tuning" else ConnectorConfig
@@ -285,6 +290,8 @@ def _explain(loc: Sequence[str], kind: str, message: str, value: Any) -> str:
         return f"{prefix}{key} = {value!r}: {rule}"
     if not prefix and key in OLD_SETTINGS:
         return f"{key} is no setting any more: {OLD_SETTINGS[key]}"
+    if not prefix and key in _BESIDE:
+        return f"{key} is no setting of this connector but one of vLLM's: write it beside kv_connector_extra_config"
     valid = list(model.model_fields)
     near = difflib.get_close_matches(key, valid, n=1)
     hint = f", did you mean {prefix + near[0]!r}?" if near else f"; valid keys are {', '.join(valid)}"

@@ -250,6 +250,12 @@ def _parse_transfer(given: dict[Any, Any]) -> RemoteTransfer:
         ) from None
 
 
+_ALIKE = (
+    "if they do, both servers must make the same prompt of it: tokenizer, chat template, its defaults and, where it "
+    "names the day, clock and time zone (TZ; VLLM_SYSTEM_START_DATE for gpt-oss)"
+)
+
+
 def check_prompt(remote: RemotePrefill, prompt: PromptIdentity) -> None:
     """Raise unless a decode leg's params belong to its prompt. What either side does not know is not compared.
 
@@ -259,12 +265,12 @@ def check_prompt(remote: RemotePrefill, prompt: PromptIdentity) -> None:
     if remote.remote_num_tokens != prompt.tokens:
         raise ParamsError(
             f"the prefill engine computed {remote.remote_num_tokens} prompt tokens and this request has "
-            f"{prompt.tokens}: both legs must carry the same prompt and use the same tokenizer and chat template"
+            f"{prompt.tokens}: both legs must carry one request; {_ALIKE}"
         )
     if _differ(remote.prompt_digest, prompt.digest):
         raise ParamsError(
             f"the prefilled prompt (digest {remote.prompt_digest}) is not the prompt of this request "
-            f"({prompt.digest}): kv_transfer_params belong to one prompt and cannot be used for another"
+            f"({prompt.digest}): kv_transfer_params belong to one request; {_ALIKE}"
         )
     if _differ(remote.adapter_digest, prompt.adapter_digest):
         raise ParamsError(

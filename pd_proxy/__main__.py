@@ -1,4 +1,4 @@
-"""The command line: ``python -m pd_proxy --prefill URL --decode URL``."""
+"""The command line: ``pd-proxy --prefill URL --decode URL``."""
 
 import argparse
 import gc
@@ -29,9 +29,9 @@ _NAMES = {Leg.PREFILL: "prefiller", Leg.DECODE: "decoder"}
 _DEFAULT_HOST = "localhost"
 _DEFAULT_PORTS = {Leg.PREFILL: 8100, Leg.DECODE: 8200}
 
-#: How long a client's idle connection stays open. Load balancers keep theirs for a minute, and answer 502 where they
-#: send a request while it is being closed here.
-_KEEP_ALIVE_S = 75
+#: How long a client's idle connection stays open: longer than most load balancers keep theirs, some for ten minutes.
+#: They answer 502 where they send a request while it is being closed here.
+_KEEP_ALIVE_S = 620
 
 #: The parser of requests, whatever else is installed. httptools loses the body of a request that offers another
 #: protocol (``Upgrade: h2c``), as Java's HttpClient does in each, and sends chunks to clients of HTTP/1.0.
@@ -167,7 +167,7 @@ def _url_host(leg: Leg, host: str) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m pd_proxy",
+        prog="pd-proxy",
         description="Proxy in front of vLLM prefill and decode servers.",
         allow_abbrev=False,
     )

@@ -14,6 +14,12 @@ with suppress(ImportError):  # not every environment that runs some of the tests
     settings.load_profile("without deadline")
 
 
+with suppress(ImportError):  # numba
+    from tests.support.kernels import keep_compiled
+
+    keep_compiled()
+
+
 def pytest_collection_finish() -> None:
     """Look for garbage among what is made from now on only."""
     gc.freeze()

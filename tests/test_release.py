@@ -69,6 +69,12 @@ def test_cudas_range_is_the_tested_releases_that_serve_it(extra: str) -> None:
     assert f"# vllm 0.{first} to 0.{newest} and" in DEPLOY
 
 
+def test_what_p_needs_to_render_ds_requests_is_said() -> None:
+    section = DEPLOY.split("## What both sides must share")[1].split("\n## ")[0]
+    for option in ("served-model-name", "default-chat-template-kwargs", "enable-auto-tool-choice", "tool-call-parser"):
+        assert f"`--{option}`" in section
+
+
 def test_npus_range_is_tested_releases() -> None:
     taken = range_of("npu", "vllm-ascend")
     for tested in ("0.23.0.post1", "0.30.0rc2"):

@@ -6,15 +6,20 @@ import re
 import subprocess
 import sys
 import threading
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+from numba.core.caching import FunctionCache
+from numba.core.dispatcher import Dispatcher
 
 import tests.support
 from tests.support.e2e.cluster import Cluster
 from tests.support.e2e.deployments import FAULTS, OTHER_MODELS, Deployment
 from tests.support.e2e.fixtures import start_all
+from tests.support.kernels import MODULES
 from tests.support.process import free_ports
+from tests.support.sources import modules, source_file
 from tests.support.waiting import ManualClock, holds_for, until
 
 SUPPORT = Path(__file__).parent / "support"
@@ -145,3 +150,14 @@ def test_tests_on_pairs_share_the_servers_of_a_deployment(tmp_path: Path) -> Non
 def test_garbage_is_collected_among_what_came_after_the_imports_only() -> None:
     assert gc.isenabled()
     assert gc.get_freeze_count() > 0
+
+
+def test_loops_that_numba_compiles_are_kept_for_the_next_process() -> None:
+    texts = {name: source_file(name).read_text() for package in ("layout", "transfer") for name in modules(package)}
+    compiling = {name for name, text in texts.items() if "from numba import" in text}
+    assert compiling - {"transfer.copies.reshape.reshape_kernel"} == set(MODULES)
+    loops = [loop for name in MODULES for loop in vars(import_module(name)).values() if isinstance(loop, Dispatcher)]
+    assert len(loops) >= 10
+    for loop in loops:
+        assert isinstance(loop._cache, FunctionCache), f"{loop} is compiled again in each process"
+        assert loop.py_func.__closure__ is None, f"{loop} is never found again: each process has another closure"

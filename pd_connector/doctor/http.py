@@ -3,6 +3,7 @@
 import http.client
 import json
 import re
+import ssl
 import urllib.error
 import urllib.request
 from typing import Any
@@ -33,7 +34,10 @@ def base_url(peer: str) -> str:
     except ValueError:
         port = 0
     if parts.scheme not in _SCHEMES or not parts.hostname or port == 0 or parts.path not in ("", "/"):
-        raise ValueError(f"--peer is {peer!r}; write HOST, HOST:PORT or http://HOST:PORT of a prefill server")
+        raise ValueError(
+            f"--peer is {peer!r}; write HOST, HOST:PORT or http://HOST:PORT of a prefill server, an IPv6 "
+            "address in brackets"
+        )
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     return f"{parts.scheme}://{host}:{port or (_SCHEMES[parts.scheme] if is_url else DEFAULT_PORT)}"
 
@@ -76,6 +80,8 @@ class HttpServer:
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", None) or error
             why = self._no_route() or "is the prefill server up, and is this its HTTP port?"
+            if isinstance(reason, ssl.SSLCertVerificationError):
+                why = "if your own CA has signed its certificate, name that in the environment variable SSL_CERT_FILE"
             raise CheckFailed(f"{self.url} does not answer ({reason}): {why}") from error
         if not isinstance(parsed, dict):
             raise CheckFailed(f"{self.url}{path} answers with no JSON object: is it a vLLM server?")

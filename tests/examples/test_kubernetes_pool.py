@@ -91,11 +91,12 @@ def test_with_the_component_engines_are_in_the_network_namespace_of_their_client
     built = subprocess.run(["kubectl", "kustomize", directory], capture_output=True, text=True, timeout=60, check=True)
     found: list[Any] = list(yaml.safe_load_all(built.stdout))
     on_host = {
-        one["metadata"]["name"]
+        one["metadata"]["name"]: pod(one).get("dnsPolicy")
         for one in found
         if one["kind"] in ("Deployment", "DaemonSet") and pod(one).get("hostNetwork")
     }
-    assert on_host == {"pd-prefill", "pd-decode", "pd-pool-client"}
+    # With another policy, they cannot look up a Service.
+    assert on_host == dict.fromkeys(("pd-prefill", "pd-decode", "pd-pool-client"), "ClusterFirstWithHostNet")
     assert built.stdout.count("image: registry.example.com/mooncake:0.3.13.post1\n") == 2
     for manifest in found:
         kubernetes_validate.validate(manifest, "1.25", strict=True)

@@ -295,6 +295,16 @@ def test_an_old_key_is_refused_with_what_took_its_place_or_why_nothing_did(key: 
     assert key not in ConnectorConfig.model_fields
 
 
+def test_a_key_of_vllm_is_refused_with_its_place() -> None:
+    with pytest.raises(ConfigError, match=r"kv_role is no setting .* beside kv_connector_extra_config$"):
+        parse_config({"kv_role": "kv_both"})
+
+
+def test_what_is_wrong_is_said_once() -> None:
+    with pytest.raises(ConfigError, match=r"^kv_connector_extra_config: host = 'http://p': host 'http://p' is "):
+        parse_config({"host": "http://p"})
+
+
 def test_an_unknown_key_like_no_other_is_refused_with_all_valid_ones() -> None:
     with pytest.raises(ConfigError) as refusal:
         parse_config({"xyzzy": 1})

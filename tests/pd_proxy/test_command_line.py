@@ -102,7 +102,7 @@ def test_idle_connections_stay_open_for_longer_than_load_balancers_keep_theirs(m
     for of_the_process in ("raise_file_limit", "_look_for_garbage_seldom"):
         monkeypatch.setattr(pd_proxy.__main__, of_the_process, lambda: None)
     pd_proxy.__main__.main(["--prefill", "http://p", "--decode", "http://d"])
-    assert [config.timeout_keep_alive > 60 for config in configs] == [True]
+    assert [config.timeout_keep_alive > 600 for config in configs] == [True]
 
 
 def test_arguments_that_cannot_work_are_explained() -> None:

@@ -1,35 +1,20 @@
 """Servers with https, whose certificates a CA of their own has signed."""
 
-import shutil
 import ssl
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from pd_proxy.__main__ import parse
+from tests.support.certificates import own_authority
 from tests.support.examples.fake_servers import FakeServer, decodes, prefills
 from tests.support.examples.served_proxy import ProxySetup
 
 
 @pytest.fixture(scope="module")
 def authority(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ssl.SSLContext]:
-    """The certificate of a CA, and what a server on the loopback address needs that it knows."""
-    if shutil.which("openssl") is None:
-        pytest.skip("openssl is not installed")
-    folder = tmp_path_factory.mktemp("tls")
-
-    def openssl(*words: str) -> None:
-        subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True)
-
-    key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2")
-    openssl("req", "-x509", *key, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=a CA of our own")
-    signed = ("-CA", "ca.pem", "-CAkey", "ca.key", "-addext", "subjectAltName=IP:127.0.0.1")
-    openssl("req", "-x509", *key, *signed, "-keyout", "key.pem", "-out", "server.pem", "-subj", "/CN=server")
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(folder / "server.pem", folder / "key.pem")
-    return folder / "ca.pem", context
+    return own_authority(tmp_path_factory.mktemp("tls"))
 
 
 @pytest.fixture

@@ -4,8 +4,10 @@ For all tests:
     waiting                 ``until`` something has come, ``holds_for`` a while, and a clock that is moved by hand
     memory                  memory filled with noise, and descriptors between two places of it
     sources                 the source files of this project, and what each of them imports
+    kernels                 keeps on disk what numba compiles, for all processes of the tests
     imports                 what the import of a module needs, and what of it the wheel does not declare
     gpu_machine             what a machine lacks for what needs a CUDA GPU, and whether the CPU takes its place
+    certificates            a CA of one's own, and a server's certificate that it has signed
     process                 what this process holds (threads, files, sockets), and free ports
     pure_vllm               unpacks the Python files of a vLLM that cannot be installed here
     releases                tests of what only some releases of vLLM have, and the environments of other releases

@@ -1,15 +1,19 @@
 """Addresses that ``--peer`` takes, and what a server's answers mean."""
 
 import socket
+import ssl
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
 from pd_connector.doctor import http
 from pd_connector.doctor.findings import CheckFailed
 from pd_connector.doctor.http import HttpServer, base_url, usable_key
+from tests.support.certificates import own_authority
 from tests.support.process import free_port
 
 
@@ -28,9 +32,9 @@ def test_addresses(peer: str, url: str) -> None:
     assert base_url(peer) == url
 
 
-@pytest.mark.parametrize("peer", ["", ":8100", "p1:0", "p1:99999", "p1:x", "ftp://p1", "http://p1/v1"])
+@pytest.mark.parametrize("peer", ["", ":8100", "p1:0", "p1:99999", "p1:x", "ftp://p1", "http://p1/v1", "fd00::1"])
 def test_what_is_no_address(peer: str) -> None:
-    with pytest.raises(ValueError, match=r"write HOST, HOST:PORT or http://HOST:PORT of a prefill server"):
+    with pytest.raises(ValueError, match=r"write HOST, HOST:PORT or http://HOST:PORT of .*IPv6 address in brackets"):
         base_url(peer)
 
 
@@ -40,6 +44,20 @@ def test_a_port_that_takes_no_question_is_not_waited_for_as_long_as_a_prefill(mo
         server = HttpServer(f"http://127.0.0.1:{silent.getsockname()[1]}", None, 120.0)
         with pytest.raises(CheckFailed, match="does not answer \\(timed out\\)"):
             server.ask("/v1/models")
+
+
+def test_a_certificate_of_an_unknown_ca_is_told_from_a_wrong_port(tmp_path: Path) -> None:
+    _, context = own_authority(tmp_path)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as plain,
+        context.wrap_socket(plain, server_side=True) as listener,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        accepted = pool.submit(listener.accept)
+        with pytest.raises(CheckFailed, match="SSL_CERT_FILE"):
+            HttpServer(f"https://127.0.0.1:{listener.getsockname()[1]}", None, 1.0).ask("/v1/models")
+        with pytest.raises(ssl.SSLError, match="unknown ca"):
+            accepted.result()
 
 
 class Handler(BaseHTTPRequestHandler):

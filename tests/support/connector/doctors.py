@@ -139,6 +139,9 @@ def _run(order: dict[str, Any]) -> None:
 
 def main() -> None:
     """Fork a doctor for each line of standard input, and answer with its process id."""
+    from tests.support.kernels import keep_compiled  # noqa: PLC0415
+
+    keep_compiled()
     import torch  # noqa: F401, PLC0415
     import vllm.platforms  # noqa: PLC0415
     import vllm.utils.network_utils  # noqa: F401, PLC0415

@@ -125,8 +125,10 @@ def _prepare() -> None:
     from vllm.utils import system_utils  # noqa: PLC0415
 
     from tests.support.e2e.forked_server import forking  # noqa: PLC0415
+    from tests.support.kernels import keep_compiled  # noqa: PLC0415
 
     system_utils.get_mp_context = forking  # first: modules keep what they import from there
+    keep_compiled()
     for name in _IMPORTS:
         with suppress(ImportError):
             importlib.import_module(name)

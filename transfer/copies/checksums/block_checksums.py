@@ -134,7 +134,8 @@ def _add(
     words = plane.item_size // word
     items_apart = plane.block_tokens > 1 and plane.content > 1 and plane.content_stride > plane.token_stride
     strides = (plane.layer_stride, plane.block_stride, plane.head_stride, plane.token_stride, plane.content_stride)
-    _kernels[word](
+    _add_blocks(
+        _WORDS[word],
         plane.address,
         strides,
         (plane.block_tokens, words, *runs, int(items_apart)),
@@ -147,91 +148,80 @@ def _add(
     )
 
 
-def _kernel(word_size: int) -> Any:
-    """Return the compiled loop for words of ``word_size`` bytes."""
-    word = {1: types.uint8, 2: types.uint16, 4: types.uint32}[word_size]
+def _emit_words_at(_typing: Any, _address: Any, like: Any) -> Any:
+    """Emit ``_words_at(address, like)``, which returns a pointer to words of the type that the array ``like`` has."""
 
-    def emit(_typing: Any, _address: Any) -> Any:
-        """Emit ``words_at(address)``, which returns a pointer to words."""
+    def emit(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], ir.IntType(like.dtype.bitwidth).as_pointer())
 
-        def emit_pointer(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-            return builder.inttoptr(arguments[0], ir.IntType(8 * word_size).as_pointer())
-
-        return types.CPointer(word)(types.int64), emit_pointer
-
-    by_token, by_item = (_compile(make(intrinsic(emit), word_size)) for make in (_by_token, _by_item))
-
-    def add_blocks(
-        address: Any, strides: Any, form: Any, split: Any, window: Any, blocks: Any, starts: Any, weights: Any,
-        sums: Any,
-    ) -> None:  # fmt: skip
-        layer_stride, block_stride, head_stride, token_stride, item_stride = strides
-        block_tokens, words, run, first_run, items_apart = form
-        interleave, ranks, rank = split
-        totals, token_weights = np.empty(block_tokens, np.uint64), np.empty(block_tokens, np.uint64)
-        for number in range(blocks.size):
-            start = starts[number]
-            begin, end = max(window[0] - start, 0), min(window[1] - start, block_tokens)
-            for inside in range(begin, end):
-                turn, rest = divmod(start + inside, interleave)
-                token = (turn * ranks + rank) * interleave + rest if ranks > 1 else start + inside
-                token_weights[inside] = _compiled_mix(np.uint64(token)) | np.uint64(1)
-            for layer in range(sums.shape[1]):
-                for head in range(sums.shape[2]):
-                    place = address + layer * layer_stride + blocks[number] * block_stride + head * head_stride
-                    if items_apart:
-                        by_item(place, token_stride, item_stride, words, begin, end, weights, totals)
-                    else:
-                        by_token(place, token_stride, item_stride, words, begin, end, weights, totals)
-                    for inside in range(begin, end):
-                        sums[(start + inside) // run - first_run, layer, head] += totals[inside] * token_weights[inside]
-
-    return _compile(add_blocks)
+    return types.CPointer(like.dtype)(types.int64, like), emit
 
 
-def _by_token(words_at: Any, word_size: int) -> Any:
-    """Make the loop that sums tokens whose items lie closer together than neighbouring tokens."""
-
-    def sum_tokens(
-        place: Any, token_stride: Any, item_stride: Any, words: Any, begin: Any, end: Any, weights: Any, totals: Any
-    ) -> None:
-        step = item_stride // word_size if weights.size > words else words
+def _add_loop(
+    like: Any, address: Any, strides: Any, form: Any, split: Any, window: Any, blocks: Any, starts: Any, weights: Any,
+    sums: Any,
+) -> None:  # fmt: skip
+    layer_stride, block_stride, head_stride, token_stride, item_stride = strides
+    block_tokens, words, run, first_run, items_apart = form
+    interleave, ranks, rank = split
+    totals, token_weights = np.empty(block_tokens, np.uint64), np.empty(block_tokens, np.uint64)
+    for number in range(blocks.size):
+        start = starts[number]
+        begin, end = max(window[0] - start, 0), min(window[1] - start, block_tokens)
         for inside in range(begin, end):
-            row = carray(words_at(place + inside * token_stride), ((weights.size // words - 1) * step + words,))
-            total = np.uint64(0)
-            if step == words:
-                for i in range(weights.size):
-                    total += np.uint64(row[i]) * np.uint64(weights[i])
-            else:
-                for i in range(weights.size):
-                    total += np.uint64(row[i // words * step + i % words]) * np.uint64(weights[i])
-            totals[inside] = total
-
-    return sum_tokens
-
-
-def _by_item(words_at: Any, word_size: int) -> Any:
-    """Make the loop for tokens that lie closer together than the items of a token: it goes item by item."""
-
-    def sum_tokens(
-        place: Any, token_stride: Any, item_stride: Any, words: Any, begin: Any, end: Any, weights: Any, totals: Any
-    ) -> None:
-        step = token_stride // word_size
-        totals[begin:end] = 0
-        for i in range(weights.size):
-            first = place + i // words * item_stride + i % words * word_size
-            row = carray(words_at(first), ((end - 1) * step + 1,))
-            weight = np.uint64(weights[i])
-            if step == 1:
+            turn, rest = divmod(start + inside, interleave)
+            token = (turn * ranks + rank) * interleave + rest if ranks > 1 else start + inside
+            token_weights[inside] = _compiled_mix(np.uint64(token)) | np.uint64(1)
+        for layer in range(sums.shape[1]):
+            for head in range(sums.shape[2]):
+                place = address + layer * layer_stride + blocks[number] * block_stride + head * head_stride
+                if items_apart:
+                    _by_item(like, place, token_stride, item_stride, words, begin, end, weights, totals)
+                else:
+                    _by_token(like, place, token_stride, item_stride, words, begin, end, weights, totals)
                 for inside in range(begin, end):
-                    totals[inside] += np.uint64(row[inside]) * weight
-            else:
-                for inside in range(begin, end):
-                    totals[inside] += np.uint64(row[inside * step]) * weight
+                    sums[(start + inside) // run - first_run, layer, head] += totals[inside] * token_weights[inside]
 
-    return sum_tokens
+
+def _by_token_loop(
+    like: Any, place: Any, token_stride: Any, item_stride: Any, words: Any, begin: Any, end: Any, weights: Any,
+    totals: Any,
+) -> None:  # fmt: skip
+    """Sum tokens whose items lie closer together than neighbouring tokens."""
+    step = item_stride // like.itemsize if weights.size > words else words
+    for inside in range(begin, end):
+        row = carray(_words_at(place + inside * token_stride, like), ((weights.size // words - 1) * step + words,))
+        total = np.uint64(0)
+        if step == words:
+            for i in range(weights.size):
+                total += np.uint64(row[i]) * np.uint64(weights[i])
+        else:
+            for i in range(weights.size):
+                total += np.uint64(row[i // words * step + i % words]) * np.uint64(weights[i])
+        totals[inside] = total
+
+
+def _by_item_loop(
+    like: Any, place: Any, token_stride: Any, item_stride: Any, words: Any, begin: Any, end: Any, weights: Any,
+    totals: Any,
+) -> None:  # fmt: skip
+    """Sum tokens that lie closer together than the items of a token, item by item."""
+    step = token_stride // like.itemsize
+    totals[begin:end] = 0
+    for i in range(weights.size):
+        first = place + i // words * item_stride + i % words * like.itemsize
+        row = carray(_words_at(first, like), ((end - 1) * step + 1,))
+        weight = np.uint64(weights[i])
+        if step == 1:
+            for inside in range(begin, end):
+                totals[inside] += np.uint64(row[inside]) * weight
+        else:
+            for inside in range(begin, end):
+                totals[inside] += np.uint64(row[inside * step]) * weight
 
 
 _compile = njit(nogil=True)  # compiles at the first call, once per process
-_compiled_mix = _compile(mix)
-_kernels = {word_size: _kernel(word_size) for word_size in (1, 2, 4)}
+_compiled_mix, _words_at = _compile(mix), intrinsic(_emit_words_at)
+_by_token, _by_item, _add_blocks = (_compile(loop) for loop in (_by_token_loop, _by_item_loop, _add_loop))
+#: For each size of a word, an array of such words, by whose type the loops are compiled.
+_WORDS = {size: np.empty(0, f"u{size}") for size in (1, 2, 4)}
