@@ -15,7 +15,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from pd_proxy.app import create_app
-from pd_proxy.connection_pool import raise_file_limit
+from pd_proxy.connection_pool import probe, raise_file_limit
 from pd_proxy.servers import Leg
 from pd_proxy.settings import AUTO, FirstTokenFrom, Legs, Settings, WithoutPrefill
 
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = uvicorn_config(app, server)
     running = uvicorn.Server(config)
     with suppress(KeyboardInterrupt):
-        running.run(_listeners(server, config.backlog))
+        running.run([listener(server, config.backlog)])
     if not running.started:
         sys.exit(1)
 
@@ -69,8 +69,6 @@ def uvicorn_config(app: Starlette, server: Server) -> uvicorn.Config:
     """How uvicorn serves the proxy."""
     return uvicorn.Config(
         app,
-        host=server.host,
-        port=server.port,
         http=_PARSER,
         h11_max_incomplete_event_size=_MOST_HEADER_BYTES,
         lifespan="on",
@@ -83,24 +81,22 @@ def uvicorn_config(app: Starlette, server: Server) -> uvicorn.Config:
     )
 
 
-def _listeners(server: Server, backlog: int) -> list[socket.socket] | None:
-    """Return the socket of all addresses, if these are asked for in the way of IPv6; None has uvicorn make its own.
+def listener(server: Server, backlog: int) -> socket.socket:
+    """Return the socket to listen on; ends the process if there can be none.
 
-    uvicorn's event loop takes IPv6 connections only there. vLLM's servers take both kinds, as most servers do.
+    Of ``::``, it takes IPv4 connections too, as those of vLLM's servers do. uvicorn's own would take IPv6 only.
     """
+    family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
+    host = f"[{server.host}]" if family is socket.AF_INET6 else server.host
     try:
-        if ipaddress.ip_address(server.host) != ipaddress.IPv6Address("::"):
-            return None
-    except ValueError:  # a name
-        return None
-    try:
-        listener = socket.create_server(
-            ("::", server.port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True
+        listening = socket.create_server(
+            (server.host, server.port), family=family, backlog=backlog, dualstack_ipv6=server.host == "::"
         )
-    except (OSError, ValueError) as error:  # ValueError: the system has no such sockets
-        sys.exit(f"cannot listen on [::]:{server.port}: {error}; name another --host or --port")
-    logger.info("Uvicorn running on http://[::]:%d, for IPv6 and IPv4", listener.getsockname()[1])
-    return [listener]
+    except (OSError, OverflowError, ValueError) as error:  # ValueError: the system has no such sockets
+        sys.exit(f"cannot listen on {host}:{server.port}: {error}; name another --host or --port")
+    probe(listening)  # and so all whom it accepts: a client that has vanished would stay for ever
+    logger.info("Uvicorn running on http://%s:%d", host, listening.getsockname()[1])
+    return listening
 
 
 def _look_for_garbage_seldom() -> None:

@@ -41,7 +41,7 @@ _RESETS = (errno.ECONNRESET, errno.EPIPE, None)
 _REQUEST_FILES = 3
 #: For which number of requests at once the limit of open files should do.
 _ENOUGH_REQUESTS = 1000
-#: A server whose machine has vanished says nothing more: after 30 s of silence, and 3 probes in 30 s, it has gone.
+#: A peer whose machine has vanished says nothing more: after 30 s of silence, and 3 probes in 30 s, it has gone.
 _PROBES = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
 _CLOSED = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 
@@ -202,11 +202,15 @@ class _Connector(aiohttp.TCPConnector):
         if (lost := protocol.closed) is not None:
             lost.add_done_callback(_reset_of)
         if protocol.transport is not None:
-            connected = protocol.transport.get_extra_info("socket")
-            connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for option, value in _PROBES:
-                connected.setsockopt(socket.IPPROTO_TCP, option, value)
+            probe(protocol.transport.get_extra_info("socket"))
         return protocol
+
+
+def probe(peers: socket.socket) -> None:
+    """Have the kernel notice that the machine at the other end, of this socket or of those it accepts, has vanished."""
+    peers.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _PROBES:
+        peers.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 @asynccontextmanager

@@ -56,7 +56,6 @@ async def run_decode(
     record.first_byte_s, record.decode_at = None, started
     if written is not None:
         body, details = body | {"return_token_ids": True}, written.details(details)
-    content = encoded(body)
     headers = upstream.headers(client.headers, record.identity, relayed=first_token is None and written is None)
 
     def note(server: Server) -> None:
@@ -66,7 +65,7 @@ async def run_decode(
     with record.trace.leg("decode") as leg:
         async with (
             upstream.decode.request(
-                "POST", upstream.api.path, leg.applied_to(headers), content, chosen=note, failed=failed
+                "POST", upstream.api.path, leg.applied_to(headers), encoded(body), chosen=note, failed=failed
             ) as answer,
             aclosing(answer.pieces()) as pieces,
         ):

@@ -58,6 +58,7 @@ class Relay(Exchange):
         with record.trace.leg("decode") as leg:
             target = f"{path}?{query}" if query else path
             async with decode.request(request.method, target, leg.applied_to(headers), sent) as answer:
+                del content, sent  # megabytes, perhaps, and an answer takes minutes
                 record.decode_url = answer.url
                 leg.goes_to(answer.url)
                 leg.answered(answer.status)

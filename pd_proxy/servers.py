@@ -154,6 +154,7 @@ class Servers:
                 except LegFailed as failure:
                     if failure.retry is not Retry.FREELY or not untried:
                         raise
+            del content
             yield answer
 
     @asynccontextmanager
@@ -168,9 +169,12 @@ class Servers:
             LegFailed: it could not be reached, or gave no answer.
         """
         server.last_chosen = time.monotonic()
+        if server.skip_until:  # one request finds out whether it is back, and no other waits for that
+            server.skip_until = server.last_chosen + self._skip_s
         server.in_flight += 1
         try:
             response = await self._send(server, method, path, headers, content)
+            del content  # megabytes, perhaps, and an answer takes minutes
             try:
                 yield Answer(self.leg, server, response)
             finally:

@@ -50,6 +50,23 @@ def test_a_refusing_prefill_server_is_skipped_for_a_while(
     until(lambda: proxy.complete().status_code == 200 and len(caplog.messages) >= 2)
 
 
+def test_one_request_finds_out_whether_a_server_that_refused_is_back(
+    setup: ProxySetup, p: FakeServer, d: FakeServer, closed_port: str
+) -> None:
+    proxy = setup.proxy([closed_port, p], [d], skip_s=1)
+    assert proxy.complete().status_code == 200  # the first one is refused there
+    p.script = stalls
+    clients = [RawClient.completing(proxy, REQUEST) for _ in range(3)]
+    until(lambda: len(p.received) == 4)
+    back = setup.server(stalls, port=int(closed_port.rpartition(":")[2]))
+    time.sleep(1.1)  # from now on it may be asked, and it has fewer in flight than the other one
+    clients += [RawClient.completing(proxy, REQUEST) for _ in range(3)]
+    until(lambda: len(p.received) + len(back.received) == 7)
+    assert len(back.received) == 1
+    for client in clients:
+        client.leave()
+
+
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
 def test_a_server_that_fails_at_once_does_not_draw_all_requests(
     setup: ProxySetup, p: FakeServer, d: FakeServer, leg: str

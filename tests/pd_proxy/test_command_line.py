@@ -2,6 +2,7 @@
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -94,14 +95,16 @@ def test_a_stream_may_go_on_for_the_shutdown_timeout(p: FakeServer, d: FakeServe
 def test_idle_connections_stay_open_for_longer_than_load_balancers_keep_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
     configs: list[uvicorn.Config] = []
 
-    def run(server: uvicorn.Server, sockets: object) -> None:
+    def run(server: uvicorn.Server, sockets: list[socket.socket]) -> None:
         configs.append(server.config)
+        for each in sockets:
+            each.close()
         server.started = True
 
     monkeypatch.setattr(uvicorn.Server, "run", run)
     for of_the_process in ("raise_file_limit", "_look_for_garbage_seldom"):
         monkeypatch.setattr(pd_proxy.__main__, of_the_process, lambda: None)
-    pd_proxy.__main__.main(["--prefill", "http://p", "--decode", "http://d"])
+    pd_proxy.__main__.main(["--prefill", "http://p", "--decode", "http://d", "--port", "0"])
     assert [config.timeout_keep_alive > 600 for config in configs] == [True]
 
 

@@ -36,7 +36,7 @@ from tests.support.examples.fake_servers import (
     resets,
     stalls,
 )
-from tests.support.examples.harness import ProxyProcess, ask_at_once
+from tests.support.examples.harness import ProxyProcess, RawClient, ask_at_once, probed_after
 from tests.support.examples.served_proxy import ProxySetup
 from tests.support.sources import ROOT
 from tests.support.waiting import until
@@ -256,15 +256,20 @@ def test_a_machine_that_vanishes_is_noticed_after_a_minute(d: FakeServer) -> Non
             answer = await servers.send("GET", f"{d.url}/", [], None)
             assert answer.connection is not None
             assert answer.connection.transport is not None
-            connected = answer.connection.transport.get_extra_info("socket")
-            assert connected.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-            options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
-            idle_s, interval_s, count = (connected.getsockopt(socket.IPPROTO_TCP, option) for option in options)
-            assert idle_s + interval_s * count <= 60
+            assert probed_after(answer.connection.transport.get_extra_info("socket")) <= 60
             answer.close()
 
     d.script = begins
     asyncio.run(scenario())
+
+
+def test_so_is_a_clients(setup: ProxySetup, p: FakeServer, d: FakeServer) -> None:
+    """Also in the middle of a request."""
+    proxy = setup.proxy([p], [d])
+    client = RawClient(proxy, b"POST /v1/completions HTTP/1.1\r\nHost: proxy\r\nContent-Length: 9\r\n\r\n{")
+    until(lambda: len(proxy.clients_probed_after()) == 1)
+    assert proxy.clients_probed_after()[0] <= 60
+    client.leave()
 
 
 def test_no_socket_is_left_of_a_server_that_stops_reading() -> None:

@@ -8,7 +8,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from types import FrameType
+from types import AsyncGeneratorType, CoroutineType, FrameType
 
 import httpx
 import pytest
@@ -46,8 +46,11 @@ def nothing_kept(proxy: Proxy, *servers: FakeServer) -> Iterator[None]:
 
 def _kept() -> list[object]:
     """Bodies that the proxy's frames have in their local variables."""
-    # isinstance wakes other modules' proxies.
-    frames = [each for each in gc.get_objects() if type(each) is FrameType]
+    # isinstance wakes other modules' proxies. A generator that waits has no frame before somebody asks for it.
+    found = gc.get_objects()
+    waiting = [each.ag_frame for each in found if type(each) is AsyncGeneratorType]
+    waiting += [each.cr_frame for each in found if type(each) is CoroutineType]
+    frames = [each for each in (*found, *waiting) if type(each) is FrameType]
     ours = [frame for frame in frames if frame.f_globals["__name__"].startswith("pd_proxy.")]
     return [value for frame in ours for value in frame.f_locals.values() if _holds(value)]
 
@@ -88,6 +91,24 @@ def test_the_clients_own_bytes_are_let_go_when_they_are_parsed(setup: ProxySetup
     d.wait()
     assert d.bodies[0].keys() > json.loads(CONTENT).keys()
     until(lambda: not any(isinstance(one, bytes | bytearray) and one == CONTENT for one in _kept()))
+    client.leave()
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions/batch"], ids=["two legs", "relayed"])
+def test_what_d_has_been_sent_is_let_go_when_its_answer_begins(
+    setup: ProxySetup, p: FakeServer, d: FakeServer, path: str
+) -> None:
+    async def begins(received: Received, wire: Wire) -> None:
+        await wire.head()
+        await wire.chunk(b"data: a\n\n")
+        await stalls(received, wire)
+
+    d.script = begins
+    body = CONTENT.replace(b"{", b'{"stream": true, ', 1)
+    head = b"POST %s HTTP/1.1\r\nHost: proxy\r\nContent-Length: %d\r\n\r\n" % (path.encode(), len(body))
+    client = RawClient(setup.proxy([p], [d]), head, body)
+    client.receive_until(b"data: a")
+    until(lambda: not any(isinstance(one, bytes | bytearray) and len(one) >= len(body) for one in _kept()))
     client.leave()
 
 

@@ -60,6 +60,14 @@ class FakeServers:
         self._loop.run(server.stop())
 
 
+def probed_after(connection: socket.socket) -> int:
+    """After how many seconds without a word of the other machine the kernel closes a connection."""
+    assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+    idle_s, interval_s, count = (connection.getsockopt(socket.IPPROTO_TCP, option) for option in options)
+    return idle_s + interval_s * count
+
+
 class Listening(Protocol):
     """Whatever takes connections."""
 

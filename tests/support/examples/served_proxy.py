@@ -14,9 +14,9 @@ import uvicorn
 import uvicorn.server
 
 from pd_proxy import Settings, create_app
-from pd_proxy.__main__ import Server, uvicorn_config
+from pd_proxy.__main__ import Server, listener, uvicorn_config
 from tests.support.examples.fake_servers import FakeServer, Script
-from tests.support.examples.harness import FakeServers
+from tests.support.examples.harness import FakeServers, probed_after
 from tests.support.waiting import until
 
 
@@ -40,7 +40,7 @@ class Proxy:
     """The proxy, served by uvicorn in a thread."""
 
     def __init__(self, settings: Settings, port: int = 0) -> None:
-        self._socket = socket.create_server(("127.0.0.1", port))
+        self._socket = listener(Server(port=port), 2048)
         self.address: tuple[str, int] = self._socket.getsockname()
         self.url = f"http://127.0.0.1:{self.address[1]}"
         self._server = _QuickServer(uvicorn_config(create_app(settings), Server(shutdown_timeout_s=1)))
@@ -52,6 +52,11 @@ class Proxy:
     def complete(self, **body: Any) -> httpx.Response:
         """A completion of one short prompt."""
         return self.http.post("/v1/completions", json={"model": "tiny", "prompt": "a question"} | body)
+
+    def clients_probed_after(self) -> list[int]:
+        """Of each client's connection, after how many seconds without a word of its machine it is closed."""
+        transports = [each.transport for each in self._server.server_state.connections]
+        return [probed_after(each.get_extra_info("socket")) for each in transports]
 
     def in_flight(self) -> float:
         """Requests that the proxy counts as under way, over all servers."""
