@@ -16,6 +16,7 @@ from starlette.applications import Starlette
 
 from pd_proxy.app import create_app
 from pd_proxy.connection_pool import probe, raise_file_limit
+from pd_proxy.control import Address
 from pd_proxy.servers import Leg
 from pd_proxy.settings import AUTO, FirstTokenFrom, Legs, Settings, WithoutPrefill
 
@@ -87,15 +88,14 @@ def listener(server: Server, backlog: int) -> socket.socket:
     Of ``::``, it takes IPv4 connections too, as those of vLLM's servers do. uvicorn's own would take IPv6 only.
     """
     family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
-    host = f"[{server.host}]" if family is socket.AF_INET6 else server.host
     try:
         listening = socket.create_server(
             (server.host, server.port), family=family, backlog=backlog, dualstack_ipv6=server.host == "::"
         )
     except (OSError, OverflowError, ValueError) as error:  # ValueError: the system has no such sockets
-        sys.exit(f"cannot listen on {host}:{server.port}: {error}; name another --host or --port")
+        sys.exit(f"cannot listen on {Address(server.host, server.port)}: {error}; name another --host or --port")
     probe(listening)  # and so all whom it accepts: a client that has vanished would stay for ever
-    logger.info("Uvicorn running on http://%s:%d", host, listening.getsockname()[1])
+    logger.info("Uvicorn running on http://%s", Address(server.host, listening.getsockname()[1]))
     return listening
 
 

@@ -149,3 +149,8 @@ class BlockEvents:
 def _extra_keys(request: "Request", size: int, first: int, end: int) -> "list[tuple[Any, ...] | None]":
     """Return what besides its tokens shapes each block: images, adapters, salts."""
     return [generate_block_hash_extra_keys(request, n * size, (n + 1) * size, 0)[0] for n in range(first, end)]
+
+
+def group_and_hash(key: "BlockHashWithGroupId") -> tuple[int, bytes]:
+    """Return the cache group of a block, and its hash."""
+    return int(get_group_id(key)), bytes(get_block_hash(key))

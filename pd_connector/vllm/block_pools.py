@@ -9,11 +9,11 @@ from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
-from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id, make_block_hash_with_group_id
+from vllm.v1.core.kv_cache_utils import get_group_id, make_block_hash_with_group_id
 
 from layout.copies import Int64Array
 from pd_connector.vllm.block_events import BlockEvents, BlockOfRun
-from pd_connector.vllm.cache_specs import is_state
+from pd_connector.vllm.cache_specs import RING_TOKENS, is_ring, is_state
 from pd_connector.vllm.device_blocks import HeldBlocks, ids_of, may_hold
 from pd_connector.vllm.releases.installed import current
 from pd_connector.vllm.requests import computes_whole_prompt
@@ -116,12 +116,17 @@ class HostBlockPool:
         self.slots = slots
         #: Indices of the cache groups whose blocks can be found by their contents.
         self.groups: tuple[int, ...] = self._release.cacheable_groups(device)
-        self.block_tokens: tuple[int, ...] = self._release.block_tokens(self._coordinator)
         managers = self._coordinator.single_type_managers
+        # A ring is one block, at the first place of its table, whatever vLLM calls its block size.
+        self.block_tokens: tuple[int, ...] = tuple(
+            RING_TOKENS if is_ring(manager.kv_cache_spec) else size
+            for manager, size in zip(managers, self._release.block_tokens(self._coordinator), strict=True)
+        )
         self._states = {group for group in self.groups if is_state(managers[group].kv_cache_spec)}
         self._chunks = self._release.chunk_tokens(self._coordinator)
         self._finds_all = len(self.groups) == len(self.block_tokens)
-        self._names_parts = self._release.names_parts and max(self.block_tokens) > self._pool.hash_block_size
+        largest = max(self.block_tokens[group] for group in self.groups)
+        self._names_parts = self._release.names_parts and largest > self._pool.hash_block_size
         self._events = BlockEvents(device, self._pool, self._release, self.block_tokens)
         self._news: list[BlockHashWithGroupId] | None = None  # keys that have come to be found; None if nobody asks
 
@@ -302,7 +307,7 @@ class HostBlockPool:
         When the iterator is exhausted, the blocks that host memory holds already become the most recently used ones.
         """
         blocks = self._device.get_blocks(request.request_id).blocks[group][first:end]
-        if group in self._states and all(block.is_null for block in blocks):
+        if group in self._states and any(block.is_null for block in blocks):
             blocks = self._pulled_states(request, group, first, blocks)
         held = []
         find = self._found.get
@@ -322,9 +327,17 @@ class HostBlockPool:
         self._mark_used(held)
 
     def block_keys(self, request: "Request") -> BlockKeys:
-        """Return the keys of those of a request's blocks that can be found."""
+        """Return the keys of a request's full blocks, also of windows and states that it has passed."""
         tables = self._device.get_blocks(request.request_id).blocks
-        return tuple(key for group in self.groups for block in tables[group] if (key := block.block_hash) is not None)
+        return tuple(key for group in self.groups for key in self.keys_of(request, group)[: len(tables[group])])
+
+    def give_back(self, tables: "Sequence[Sequence[KVCacheBlock]]", entries: Iterable[tuple[int, int]]) -> None:
+        """Take what nothing fills from a request's tables, by group and entry: vLLM would let others find it."""
+        pool = self._device.block_pool
+        for group, entry in entries:
+            table: Any = tables[group]  # vLLM's own list
+            unfilled, table[entry] = table[entry], pool.null_block
+            pool.free_blocks([unfilled])
 
     def touch(self, keys: BlockKeys) -> None:
         """Mark those of the blocks that host memory holds as most recently used; the first of them is evicted last."""
@@ -428,7 +441,7 @@ class HostBlockPool:
         hashes = self._release.block_hashes(request.block_hashes, self._pool.hash_block_size, self.block_tokens[group])
         find = self._device.block_pool.get_cached_block
         found = (find(value, [group]) for value in hashes[first : first + len(blocks)])
-        return [states[0] if states else null for states, null in zip(found, blocks, strict=False)]
+        return [states[0] if own.is_null and states else own for states, own in zip(found, blocks, strict=False)]
 
     def _keys(self, blocks: "Sequence[KVCacheBlock]") -> "list[BlockHashWithGroupId | None]":
         """Return the keys of device blocks that stand for all that they hold.
@@ -477,11 +490,6 @@ class HostBlockPool:
         self.unpin(blocks)
 
 
-def group_and_hash(key: "BlockHashWithGroupId") -> tuple[int, bytes]:
-    """Return the cache group of a block, and its hash."""
-    return int(get_group_id(key)), bytes(get_block_hash(key))
-
-
 def slot_of(host: "KVCacheBlock") -> int:
     """Return the slot of a host block."""
     return int(host.block_id) - 1
@@ -490,8 +498,3 @@ def slot_of(host: "KVCacheBlock") -> int:
 def slots_of(hosts: "Iterable[KVCacheBlock]") -> Int64Array:
     """Return the slots of host blocks."""
     return ids_of(hosts) - 1
-
-
-def request_blocks(blocks: "KVCacheBlocks") -> "tuple[Sequence[KVCacheBlock], ...]":
-    """Return a request's blocks by cache group, in block table order."""
-    return tuple(blocks.blocks)

@@ -6,7 +6,8 @@ What is looked up is kept from eviction for a while, so a whole prefix is never 
 from collections.abc import Iterable, Mapping, Sequence
 
 from layout.block_objects import ObjectForm
-from pd_connector.vllm.block_pools import BlockKeys, group_and_hash
+from pd_connector.vllm.block_events import group_and_hash
+from pd_connector.vllm.block_pools import BlockKeys
 from transfer.store.interface import ObjectStore
 
 #: Keys in one call.

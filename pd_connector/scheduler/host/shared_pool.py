@@ -34,7 +34,8 @@ from pd_connector.scheduler.host.loans import HostLoans
 from pd_connector.scheduler.host.pool_lookups import longest_prefix
 from pd_connector.scheduler.scheduler_role import SchedulerRole, ended
 from pd_connector.stats import StatsRecorder
-from pd_connector.vllm.block_pools import BlockKeys, HostBlockPool, group_and_hash, slots_of
+from pd_connector.vllm.block_events import group_and_hash
+from pd_connector.vllm.block_pools import BlockKeys, HostBlockPool, slots_of
 from pd_connector.vllm.cache_specs import Retention
 from pd_connector.vllm.device_blocks import HeldBlocks
 from pd_connector.vllm.requests import computes_whole_prompt

@@ -25,7 +25,7 @@ from pd_connector.scheduler.host.landed_prompts import BorderBlocks, LandedPromp
 from pd_connector.scheduler.host.loans import HostLoans
 from pd_connector.scheduler.scheduler_role import SchedulerRole, ended
 from pd_connector.stats import StatsRecorder
-from pd_connector.vllm.block_pools import BlockKeys, Candidate, HostBlockPool, HostHit, Store, request_blocks, slot_of
+from pd_connector.vllm.block_pools import BlockKeys, Candidate, HostBlockPool, HostHit, Store, slot_of
 from pd_connector.vllm.requests import waits_for_tokens
 
 if TYPE_CHECKING:
@@ -136,6 +136,8 @@ class HostTier(SchedulerRole):
         if progress is not None and progress.preemptions != request.num_preemptions:
             progress.preemptions = request.num_preemptions
             self._restart_scan(progress)  # it may have other blocks now, and host memory may have evicted its old ones
+        if not external_tokens:
+            self._has_failed.discard(request.request_id)  # it runs: what vLLM kept for it is its own
         landed, offer = self._landed.take(request.request_id), self._offers.pop(request.request_id, None)
         if landed is not None:
             hit, first_token = landed.hit, landed.first_token
@@ -148,7 +150,9 @@ class HostTier(SchedulerRole):
             self._let_go(hit, landed)
             return 0
         self._loads[request.request_id] = _Load(hit, tokens, landed)
-        moves = BlockMoves.of(_triples(hit, request_blocks(blocks), self.pool.block_tokens, first_token))
+        tables = tuple(blocks.blocks)
+        moves = BlockMoves.of(_triples(hit, tables, self.pool.block_tokens, first_token))
+        self.pool.give_back(tables, _unfilled(hit, tables, self.pool.block_tokens, first_token))
         self._ordered_loads.append(LoadOrder(request.request_id, moves, tokens))
         return tokens
 
@@ -451,12 +455,34 @@ def _triples(
     hit: HostHit, tables: Sequence[Sequence["KVCacheBlock"]], block_tokens: Sequence[int], first_token: int
 ) -> list[tuple[int, int, int]]:
     """Return (group, device block, slot) of every block of a hit from ``first_token`` on that the device needs."""
-    triples = []
+    # Null where a sliding window has passed: that of the hit, or of the prompt, if other tokens follow the hit.
+    return [
+        (group, int(device.block_id), slot_of(host))
+        for group, _, host, device in _entries(hit, tables, block_tokens, first_token)
+        if not (host.is_null or device.is_null)
+    ]
+
+
+def _unfilled(
+    hit: HostHit, tables: Sequence[Sequence["KVCacheBlock"]], block_tokens: Sequence[int], first_token: int
+) -> list[tuple[int, int]]:
+    """Return (group, entry) of every block of the device from ``first_token`` on for which a hit has none.
+
+    For drafts of several tokens, vLLM keeps a window's blocks longer than it asks for in a hit.
+    """
+    return [
+        (group, entry)
+        for group, entry, host, device in _entries(hit, tables, block_tokens, first_token)
+        if host.is_null and not device.is_null
+    ]
+
+
+def _entries(
+    hit: HostHit, tables: Sequence[Sequence["KVCacheBlock"]], block_tokens: Sequence[int], first_token: int
+) -> Iterator[tuple[int, int, "KVCacheBlock", "KVCacheBlock"]]:
+    """Yield (group, entry, host block, device block) of every entry of a hit from ``first_token`` on."""
     for group, hosts in enumerate(hit.groups):
         first = first_token // block_tokens[group]
         wanted = islice(hosts, first - hit.first_token // block_tokens[group], None)
-        for host, device in zip(wanted, islice(tables[group], first, None), strict=False):
-            # Null where a sliding window has passed: that of the hit, or of the prompt, if other tokens follow the hit.
-            if not (host.is_null or device.is_null):
-                triples.append((group, int(device.block_id), slot_of(host)))
-    return triples
+        pairs = zip(wanted, islice(tables[group], first, None), strict=False)
+        yield from ((group, entry, *pair) for entry, pair in enumerate(pairs, first))

@@ -159,6 +159,15 @@ def test_the_state_of_a_border_that_was_pulled_to_the_device_is_stored_in_host_m
     assert decode.computed_of["longer-d"] == TOKENS + BLOCK - BORDER
 
 
+def test_so_is_that_of_a_prompt_of_whole_blocks(world: World) -> None:
+    """Its last block has the state behind all its tokens then, and is not asked for by the same prompt."""
+    decode = pull(world, "align", at_once=False, tokens=BORDER, slots=60)
+    assert decode.scheduler.reset_prefix_cache()
+    decode.ask(ClientRequest("again", list(range(BORDER)), 1))
+    world.run(10.0)
+    assert decode.computed_of["again-d"] == BLOCK
+
+
 def test_a_longer_answer_of_an_engine_that_drafts_brings_a_later_border_within_reach(world: World) -> None:
     """Of a prompt that P has computed in two steps, the second turn finds either end, by the length of the answer."""
     for outputs, found in ((OUTPUTS, 16 * BLOCK), (BLOCK, 18 * BLOCK)):

@@ -9,7 +9,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.request import Request
 
-from pd_connector.vllm.block_pools import HostBlockPool, Store, request_blocks, slot_of
+from pd_connector.vllm.block_pools import HostBlockPool, Store, slot_of
 from pd_connector.vllm.device_blocks import DeviceBlocks
 from tests.support.host_tier.cases import EVERYTHING, engine_of, said, told_apart, with_memory_of
 from tests.support.host_tier.setup import CONFIG, Setup, make_manager, make_pool, make_request
@@ -368,7 +368,7 @@ def test_slots_that_may_still_be_written_are_kept() -> None:
 def test_a_requests_blocks_are_given_by_group() -> None:
     bench = Bench(groups=HYBRID, device_blocks=33)
     bench.computed("r", said(9))
-    blocks = request_blocks(bench.manager.get_blocks("r"))
+    blocks = bench.manager.get_blocks("r").blocks
     assert tuple([block.block_id for block in group] for group in blocks) == bench.manager.get_block_ids("r")
 
 

@@ -330,6 +330,7 @@ class HostTierEngine:
     def run(self, job: Job, new: int) -> Work:
         """A request that has its blocks runs, for ``new`` tokens at first."""
         job.state = State.RUNNING
+        job.has_failed = False
         job.request.status = RequestStatus.RUNNING
         self.running.append(job)
         return self._work(job, new)

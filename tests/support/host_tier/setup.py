@@ -180,7 +180,7 @@ class Job:
     request: Request
     tokens: tuple[int, ...]
     state: State = State.WAITING
-    has_failed: bool = False  # it has waited for a load or a pull in vain
+    has_failed: bool = False  # it has waited for a load or a pull in vain, and has not run since
     was_pulled: bool = False
 
     @property

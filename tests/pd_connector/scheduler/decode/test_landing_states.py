@@ -29,8 +29,8 @@ RANKS = 2
 class LandingOfStates:
     """A decode engine with two groups of states, whose prompts land in host memory."""
 
-    def __init__(self, slots: int = 20) -> None:
-        self.engine = StateEngine()
+    def __init__(self, slots: int = 20, mode: str = "align") -> None:
+        self.engine = StateEngine(mode)
         self.pool = HostBlockPool(CONFIG, self.engine.manager, slots)
         self.tier = HostTier(self.pool, RANKS)
         kept = self.engine.retentions
@@ -126,6 +126,23 @@ def test_its_request_is_loaded_without_the_border() -> None:
     assert load.moves.groups.tolist() == [0] * 6 + [1, 2]
 
 
+def test_a_ring_is_loaded_behind_what_the_device_holds() -> None:
+    """It has one block, at the first place, though vLLM's block size of it is its rows."""
+    engine = LandingOfStates(mode="ring")
+    request = engine.arrive("r", TOKENS)
+    assert engine.landings.must_wait(request, 2 * BLOCK)
+    engine.landings.step_orders({})
+    engine.end(request)
+    tokens = engine.tier.missing_tokens(request, 2 * BLOCK)
+    engine.engine.pull(request)
+    blocks = engine.engine.manager.get_blocks("r")
+    assert engine.tier.allocated(request, blocks, tokens) == tokens
+    (load,) = engine.tier.step_orders({}).loads
+    assert load.moves.groups.tolist() == [0] * 4 + [1, 2]
+    rings = [table[0].block_id for table in blocks.blocks[1:]]
+    assert load.moves.blocks.tolist()[4:] == rings
+
+
 def test_without_slots_for_borders_the_prompt_lands_alone() -> None:
     engine = LandingOfStates(slots=NEEDED + 1)
     order = engine.land(engine.arrive("r", TOKENS))
@@ -150,3 +167,14 @@ def test_a_border_that_host_memory_has_is_not_pulled_again() -> None:
     order = engine.land(again)
     assert order.first_token == 20
     assert entries(order)[1:] == [[5], [5]]
+
+
+def test_what_a_request_has_passed_is_marked_as_used_with_the_rest() -> None:
+    """Or the state is evicted first, and with it all that is found by it."""
+    engine = LandingOfStates()
+    request = engine.engine.request("r", 3 * BLOCK + 1)
+    engine.engine.compute(request)
+    engine.engine.answer(request, range(BLOCK + 2))
+    border = 3 * BLOCK
+    assert engine.engine.tables(request)[1][border // BLOCK - 1] == 0
+    assert engine.pool.key_at(request, 1, border - BLOCK) in engine.pool.block_keys(request)

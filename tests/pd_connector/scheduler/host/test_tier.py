@@ -1,5 +1,7 @@
 """What the host tier finds, loads and gives back: one case at a time, with vLLM's own cache manager."""
 
+from dataclasses import replace
+from typing import Any
 from unittest.mock import create_autospec
 
 import pytest
@@ -9,6 +11,7 @@ from vllm.v1.request import RequestStatus
 from pd_connector.orders import LoadOrder, Orders
 from pd_connector.scheduler.host.tier import HostTier, _triples
 from pd_connector.vllm.block_pools import HostHit
+from tests.support.host_tier import setup
 from tests.support.host_tier.cases import (
     EVERYTHING,
     WINDOWED,
@@ -22,6 +25,7 @@ from tests.support.host_tier.cases import (
 from tests.support.host_tier.engine import HostTierEngine
 from tests.support.host_tier.ranks import End
 from tests.support.host_tier.setup import Job, State
+from tests.support.releases import since
 
 # Hits
 
@@ -127,6 +131,33 @@ def test_what_host_memory_has_no_block_for_is_not_loaded_though_the_device_keeps
     assert _triples(HostHit(0, 8, ((null, host),)), [device], [4], 0) == [(0, 8, 2)]
 
 
+@since((0, 30), "drafts of several tokens beside windows")
+def test_what_a_window_keeps_for_drafts_and_nothing_fills_is_found_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM names all blocks of a prefix that another has computed, and looks up fewer of them than a request has."""
+    plain = setup._spec
+
+    def with_drafts(tokens: int, window: int) -> Any:
+        spec = plain(tokens, window)
+        return replace(spec, extra_retained_tokens=2) if window else spec
+
+    monkeypatch.setattr(setup, "_spec", with_drafts)
+    engine = with_memory_of(22, groups=((4, 0), (4, 5)), device_blocks=33, slots=33)
+    engine.arrive("second", said(22), outputs=4)
+    engine.step()
+    (copy,) = engine.ranks[0].under_way
+    assert isinstance(copy.order, LoadOrder)
+    moves = zip(copy.order.moves.groups.tolist(), copy.order.moves.blocks.tolist(), strict=True)
+    loaded = {block for group, block in moves if group == 1}
+    engine.end_copies()
+    for _ in range(2):
+        engine.step()
+    prefix = engine.manager.get_blocks("second").blocks[1][:4]
+    assert {block.block_id for block in prefix if not block.is_null} == loaded
+    engine.go_on(10)
+    engine.settle()
+    engine.check_at_rest()
+
+
 def test_what_a_window_passes_in_the_next_step_is_found_again() -> None:
     """A prompt is computed in one step, and the blocks before its window are taken from it when the next is planned."""
     engine = with_memory_of(23, groups=WINDOWED, device_blocks=33, slots=33)
@@ -186,6 +217,19 @@ def test_a_request_whose_load_has_failed_is_computed() -> None:
     assert engine.computed_tokens - before == 13
     engine.settle()
     engine.check_at_rest()
+
+
+def test_a_request_whose_load_has_failed_is_loaded_once_it_has_run_and_is_preempted() -> None:
+    engine, job = loading()
+    engine.end_copies(End.FAILED)
+    engine.step()
+    while job.state is not State.RUNNING:
+        engine.step()
+    engine.settle()
+    engine.run_all()
+    engine.preempt(job)
+    engine.other_requests_come(EVERYTHING)
+    assert engine.tier.missing_tokens(job.request, 0) == 12
 
 
 def test_what_failed_to_load_is_offered_to_others() -> None:
