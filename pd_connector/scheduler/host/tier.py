@@ -150,10 +150,9 @@ class HostTier(SchedulerRole):
             self._let_go(hit, landed)
             return 0
         self._loads[request.request_id] = _Load(hit, tokens, landed)
-        tables = tuple(blocks.blocks)
-        moves = BlockMoves.of(_triples(hit, tables, self.pool.block_tokens, first_token))
-        self.pool.give_back(tables, _unfilled(hit, tables, self.pool.block_tokens, first_token))
-        self._ordered_loads.append(LoadOrder(request.request_id, moves, tokens))
+        filled, unfilled = _divided(hit, blocks.blocks, self.pool.block_tokens, first_token)
+        self.pool.give_back(blocks.blocks, unfilled)
+        self._ordered_loads.append(LoadOrder(request.request_id, BlockMoves.of(filled), tokens))
         return tokens
 
     def loaded_tokens(self, request: "Request") -> int:
@@ -451,38 +450,23 @@ class HostTier(SchedulerRole):
             self.pool.touch(keys)
 
 
-def _triples(
+def _divided(
     hit: HostHit, tables: Sequence[Sequence["KVCacheBlock"]], block_tokens: Sequence[int], first_token: int
-) -> list[tuple[int, int, int]]:
-    """Return (group, device block, slot) of every block of a hit from ``first_token`` on that the device needs."""
-    # Null where a sliding window has passed: that of the hit, or of the prompt, if other tokens follow the hit.
-    return [
-        (group, int(device.block_id), slot_of(host))
-        for group, _, host, device in _entries(hit, tables, block_tokens, first_token)
-        if not (host.is_null or device.is_null)
-    ]
-
-
-def _unfilled(
-    hit: HostHit, tables: Sequence[Sequence["KVCacheBlock"]], block_tokens: Sequence[int], first_token: int
-) -> list[tuple[int, int]]:
-    """Return (group, entry) of every block of the device from ``first_token`` on for which a hit has none.
+) -> tuple[list[tuple[int, int, int]], list[tuple[int, int]]]:
+    """Return what a hit fills from ``first_token`` on: (group, device block, slot); and what it does not: (group, entry).
 
     For drafts of several tokens, vLLM keeps a window's blocks longer than it asks for in a hit.
     """
-    return [
-        (group, entry)
-        for group, entry, host, device in _entries(hit, tables, block_tokens, first_token)
-        if host.is_null and not device.is_null
-    ]
-
-
-def _entries(
-    hit: HostHit, tables: Sequence[Sequence["KVCacheBlock"]], block_tokens: Sequence[int], first_token: int
-) -> Iterator[tuple[int, int, "KVCacheBlock", "KVCacheBlock"]]:
-    """Yield (group, entry, host block, device block) of every entry of a hit from ``first_token`` on."""
+    filled, unfilled = [], []
     for group, hosts in enumerate(hit.groups):
         first = first_token // block_tokens[group]
         wanted = islice(hosts, first - hit.first_token // block_tokens[group], None)
-        pairs = zip(wanted, islice(tables[group], first, None), strict=False)
-        yield from ((group, entry, *pair) for entry, pair in enumerate(pairs, first))
+        for entry, (host, device) in enumerate(zip(wanted, islice(tables[group], first, None), strict=False), first):
+            # Null where a sliding window has passed: that of the hit, or of the prompt, if other tokens follow the hit.
+            if device.is_null:
+                continue
+            if host.is_null:
+                unfilled.append((group, entry))
+            else:
+                filled.append((group, int(device.block_id), slot_of(host)))
+    return filled, unfilled

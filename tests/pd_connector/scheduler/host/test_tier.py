@@ -9,7 +9,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import RequestStatus
 
 from pd_connector.orders import LoadOrder, Orders
-from pd_connector.scheduler.host.tier import HostTier, _triples
+from pd_connector.scheduler.host.tier import HostTier, _divided
 from pd_connector.vllm.block_pools import HostHit
 from tests.support.host_tier import setup
 from tests.support.host_tier.cases import (
@@ -128,7 +128,7 @@ def test_blocks_that_leave_the_window_with_what_is_pulled_are_not_loaded() -> No
 def test_what_host_memory_has_no_block_for_is_not_loaded_though_the_device_keeps_one() -> None:
     """As with drafts of several tokens, for which a window keeps blocks a little longer."""
     null, host, device = KVCacheBlock(0, is_null=True), KVCacheBlock(3), [KVCacheBlock(7), KVCacheBlock(8)]
-    assert _triples(HostHit(0, 8, ((null, host),)), [device], [4], 0) == [(0, 8, 2)]
+    assert _divided(HostHit(0, 8, ((null, host),)), [device], [4], 0) == ([(0, 8, 2)], [(0, 0)])
 
 
 @since((0, 30), "drafts of several tokens beside windows")
