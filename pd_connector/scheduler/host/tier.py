@@ -453,7 +453,9 @@ class HostTier(SchedulerRole):
 def _divided(
     hit: HostHit, tables: Sequence[Sequence["KVCacheBlock"]], block_tokens: Sequence[int], first_token: int
 ) -> tuple[list[tuple[int, int, int]], list[tuple[int, int]]]:
-    """Return what a hit fills from ``first_token`` on, (group, device block, slot), and what it does not, (group, entry).
+    """Return what a hit fills from ``first_token`` on, and what it does not.
+
+    The former as (group, device block, slot), the latter as (group, entry of the table).
 
     For drafts of several tokens, vLLM keeps a window's blocks longer than it asks for in a hit.
     """
