@@ -309,6 +309,8 @@ class PeerPrefixes(SchedulerRole):
         return self._reader[request.request_id]
 
     def _ask(self, asking: _Asking, peer: Address, hash_tokens: int) -> None:
+        if peer in self._silent_until:  # it did not answer the last time: one request finds out, for all others
+            self._leave_aside(peer)
         if (hashes := asking.hashes.get(hash_tokens)) is None:
             made = self._hashes.of_prompt(asking.request, hash_tokens, self._blocks.hash_tokens)
             # One token at least is computed here, because its output is the next one.
@@ -387,6 +389,8 @@ class PeerPrefixes(SchedulerRole):
             del self._unanswered[peer]
             if answer.cancelled() or answer.exception() is not None:
                 self._leave_aside(peer)
+            else:
+                self._silent_until.pop(peer, None)
 
     def _leave_aside(self, peer: Address) -> None:
         """Do not ask a peer for a while."""

@@ -59,6 +59,45 @@ def test_requests_that_vllm_leaves_aside_do_not_keep_others_from_asking(world: W
     world.run(60.0)
 
 
+def test_one_request_finds_out_whether_an_engine_that_was_silent_is_back(world: World) -> None:
+    """It may be off for days: every new prompt would wait for it, again and again."""
+    finder = asker(world, holder := a_holder(world), blocks=400)
+    peers = finder.role_of(PeerPrefixes)
+    peers._leave_aside(peers._peers[0])
+    holder.is_cut = True
+
+    def waiting(first: int) -> list[bool]:
+        for number in range(first, first + 5):
+            finder.ask(ClientRequest(f"r{number}", [*range(number, number + 150)], 1))
+        requests = [finder.requests[f"r{number}-d"][1] for number in range(first, first + 5)]
+        return [peers.must_wait(request, 0) for request in requests]
+
+    world.clock.advance(peer_prefixes._SILENCE_S)
+    assert waiting(0) == [True] + [False] * 4
+    world.run(5.0)
+    for _ in range(60):  # three seconds
+        world.step()
+    assert waiting(5) == [False] * 5, "it is still silent"
+    world.run(5.0)
+    world.clock.advance(peer_prefixes._SILENCE_S)
+    holder.is_cut = False
+    assert waiting(10) == [True] + [False] * 4
+    world.run(5.0)
+    assert waiting(15) == [True] * 5, "it has answered"
+    world.run(60.0)
+
+
+def test_an_engine_that_was_silent_and_answers_too_late_for_a_short_prompt_is_asked_for_all(world: World) -> None:
+    finder = asker(world, a_holder(world))
+    peers = finder.role_of(PeerPrefixes)
+    peers._leave_aside(peers._peers[0])
+    world.clock.advance(peer_prefixes._SILENCE_S)
+    finder.side._rate._per_second = 1e5
+    ask_and_compute_meanwhile(world, finder)
+    compute(world, finder, [*range(900, 900 + TURN)])
+    assert finder.counts["prefixes: asked"] == 2
+
+
 def test_a_short_request_waits_neither_for_a_long_one_that_begins_alike_nor_for_many(world: World) -> None:
     holder = a_holder(world)
     finder = asker(world, holder, blocks=400)
