@@ -17,6 +17,7 @@ from transfer.control.connections import (
     FRAME_OVERHEAD_BYTES,
     Connection,
     UnreadBytes,
+    bytes_received_by,
     connection_of,
     over_limit,
 )
@@ -197,8 +198,9 @@ class Admission:
     def _cut(self, descriptor: int, reason: str) -> None:
         known = self._connections[descriptor]
         with connection_of(descriptor, local_port=self.port) as connection:
-            if connection is not None:
-                connection.abort()
+            if connection is None:  # it is gone, and its number may be another's
+                return
+            connection.abort()
         if not known.is_cut:
             known.is_cut = True
             self.counters.connections_cut += 1
@@ -206,9 +208,7 @@ class Admission:
 
     def _unread_bytes(self, descriptor: int) -> int:
         """Return the bytes that a connection has sent and that were not read as complete messages."""
-        known = self._connections[descriptor]
-        with connection_of(descriptor, local_port=self.port) as connection:
-            return 0 if connection is None else known.unread.update(connection.bytes_received)
+        return self._connections[descriptor].unread.update(bytes_received_by(descriptor))
 
 
 def _descriptor(frame: zmq.Frame) -> int:

@@ -62,6 +62,8 @@ class UnreadBytes:
 def over_limit(unread: Mapping[_Key, int], most: int) -> Iterator[tuple[_Key, int]]:
     """Yield the keys and bytes to drop, the largest first, so that the sum of the rest does not exceed ``most``."""
     left = sum(unread.values())
+    if left <= most:  # as always, but for attacks: nothing is sorted
+        return
     for key, held in sorted(unread.items(), key=lambda item: -item[1]):
         if left <= most:
             return
@@ -88,10 +90,7 @@ class Connection:
     @property
     def bytes_received(self) -> int:
         """Bytes received since the connection was made; 0 if the system does not tell."""
-        info = self._info
-        if len(info) < _BYTES_RECEIVED_AT + _BYTES.size:
-            return 0
-        return int(_BYTES.unpack_from(info, _BYTES_RECEIVED_AT)[0])
+        return _bytes_received(self._socket)
 
     @property
     def bytes_acknowledged(self) -> int | None:
@@ -111,6 +110,30 @@ class Connection:
             return self._socket.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, 256)
         except OSError:  # a sandbox that has no such call
             return b""
+
+
+def bytes_received_by(descriptor: int) -> int:
+    """Return the bytes that a file descriptor's connection has received; 0 if it has none, or the system does not tell.
+
+    Much cheaper than ``connection_of``, for thousands of connections. It may be anybody's: before anything is done
+    about it, ``connection_of`` must say whose it is.
+    """
+    try:  # of a kind that makes Python neither ask nor set anything
+        looked_at = sockets.socket(sockets.AF_INET, sockets.SOCK_STREAM | sockets.SOCK_NONBLOCK, 0, fileno=descriptor)
+    except OSError:
+        return 0
+    try:
+        return _bytes_received(looked_at)
+    finally:
+        looked_at.detach()  # libzmq closes it
+
+
+def _bytes_received(connection: sockets.socket) -> int:
+    try:
+        info = connection.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, _BYTES_RECEIVED_AT + _BYTES.size)
+        return int(_BYTES.unpack_from(info, _BYTES_RECEIVED_AT)[0])
+    except (OSError, struct.error):  # no connection, or a system that does not tell
+        return 0
 
 
 def _is_held(info: bytes) -> bool:

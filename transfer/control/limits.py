@@ -22,7 +22,7 @@ MAX_HASHES = 16_384  # of a prompt's blocks, per question for its beginning
 class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
     """What a control server grants its peers, all together."""
 
-    max_connections: int = 4096
+    max_connections: int = 16_384  # one of each rank of a decode engine, and up to two of its scheduler
     # What they may have sent that is not read as complete messages. 2 bytes on the wire, as a frame, may take 64 of
     # memory. 64 decode engines that all renew a thousand leases at once stay far below.
     unread_bytes: int = 8 * 1024 * 1024

@@ -395,8 +395,8 @@ class PeerPool:
             why = "the secrets of the two engines differ or that one has none"
         peer.failure = AuthenticationFailed(
             f"authentication with {peer.address} failed: it ended the handshake {peer.ended_handshakes} times in "
-            f"{ended_s:.1f} s, most likely because {why}: {_KEYS_HINT}. If that engine's log says that it refused "
-            "connections, it has too many; if the log says nothing, something else may be listening there"
+            f"{ended_s:.1f} s, because it has too many connections (its log then says that it refused some) or, more "
+            f"likely, because {why}: {_KEYS_HINT}. If its log says nothing, something else may be listening there"
         )
 
     def _secret_mismatch(self, event: int) -> str:

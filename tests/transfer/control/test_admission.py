@@ -11,6 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
+from unittest.mock import patch
 
 import pytest
 import zmq
@@ -18,9 +19,11 @@ import zmq
 from tests.support.control import zmtp
 from tests.support.control.samples import ENGINE, HELLO, WELCOME, Handler, Start, pack
 from tests.support.waiting import until
+from transfer.control import admission as admission_module
 from transfer.control import server as server_module
 from transfer.control.client import ControlClient
-from transfer.control.connections import UnreadBytes
+from transfer.control.connections import UnreadBytes, bytes_received_by, connection_of
+from transfer.control.failures import AuthenticationFailed
 from transfer.control.keys import ControlKeys
 from transfer.control.messages import PROTOCOL_VERSION, Error, ErrorCode, encode
 from transfer.control.server import ControlServer
@@ -68,6 +71,51 @@ def test_there_is_a_most_and_who_is_there_stays(start: Start, client: ControlCli
     with zmtp.connect(server.port) as again:
         again.settimeout(0.2)
         assert not zmtp.is_ended(again), "there is room again"
+
+
+@pytest.mark.thorough
+def test_a_client_for_which_there_is_no_room_says_so(start: Start) -> None:
+    keys = ControlKeys.derive(b"correct horse battery staple")
+    server = start(keys, max_connections=1)
+    with zmtp.connect(server.port), contextlib.closing(ControlClient(keys=keys)) as client:
+        until(lambda: server.counters.admission.connections == 1)
+        with pytest.raises(AuthenticationFailed, match="because it has too many connections"):
+            is_served(client, server)
+
+
+def test_idle_connections_are_looked_at_without_a_copy_of_each(start: Start) -> None:
+    """There may be thousands, and each is looked at four times a second."""
+    server = start()
+    with contextlib.ExitStack() as stack:
+        for _ in range(50):
+            stack.enter_context(zmtp.connect(server.port))
+        until(lambda: server.counters.admission.connections == 50)
+        with (
+            patch.object(admission_module, "connection_of", wraps=connection_of) as copied,
+            patch.object(admission_module, "bytes_received_by", wraps=bytes_received_by) as looked_at,
+        ):
+            until(lambda: looked_at.call_count >= 100)
+        assert not copied.called
+
+
+def test_to_look_at_a_connection_changes_nothing_of_it() -> None:
+    """Its number may be anybody's by then, and anybody may have set a default timeout."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        here = stack.enter_context(socket.create_connection(listener.getsockname()))
+        there = stack.enter_context(listener.accept()[0])
+        unix = socket.socketpair()
+        for each in unix:
+            stack.enter_context(each)
+        no_socket = stack.enter_context(open(os.devnull))
+        stack.callback(socket.setdefaulttimeout, socket.getdefaulttimeout())
+        socket.setdefaulttimeout(1.0)
+        for (sender, receiver), expected in (((here, there), 100), (unix, 0)):
+            sender.sendall(bytes(100))
+            assert receiver.recv(100, socket.MSG_WAITALL) == bytes(100)
+            assert bytes_received_by(receiver.fileno()) == expected
+            assert os.get_blocking(receiver.fileno())
+        assert bytes_received_by(no_socket.fileno()) == bytes_received_by(10**6) == 0
 
 
 def test_a_message_that_never_ends_is_ended(
@@ -182,7 +230,7 @@ def test_a_descriptor_that_is_not_the_servers_is_never_touched(start: Start) -> 
             for number in (no_socket.fileno(), 10**6):
                 admission._accepted(number)
                 admission._disconnected(number)
-    assert server.counters.admission.connections == 0
+    assert (server.counters.admission.connections, server.counters.admission.connections_cut) == (0, 0)
     for each in (theirs, *unix):
         each.close()
 
@@ -213,8 +261,8 @@ def test_a_connection_that_is_ended_for_two_reasons_is_counted_once(start: Start
     server = start()
     admission = server._admission
     assert admission is not None
-    here, there = socket.socketpair()
-    with here, there:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as here:
+        admission.port = here.getsockname()[1]
         admission._accepted(here.fileno())
         for reason in ("bytes without end", "a message without end"):
             admission._cut(here.fileno(), reason)
