@@ -180,7 +180,7 @@ class Pulls(WorkerRole):
         if peer not in self._sessions:
             self._close_idle_sessions(self._peer_idle_s)
             if self._is_full(peer.host):
-                self._close_idle_sessions(0.0, None if len(self._sessions) >= self._max_peers else peer.host)
+                self._make_room(None if len(self._sessions) >= self._max_peers else peer.host)
             if self._is_full(peer.host):
                 return None
             self._sessions[peer] = self._open_session(self._context, self._ended.put, peer)
@@ -190,12 +190,29 @@ class Pulls(WorkerRole):
         unmet = sum(each.host == host and not session.has_met for each, session in self._sessions.items())
         return len(self._sessions) >= self._max_peers or unmet >= MOST_UNMET
 
-    def _close_idle_sessions(self, idle_s: float, host: str | None = None) -> None:
+    def _make_room(self, host: str | None) -> None:
+        """Close one idle session: the one used longest ago of those that have met nobody, if there are any.
+
+        ``host``: which has too many of these, so that no others count; None if there are too many sessions.
+        """
+        idle = [
+            (session.has_met, session.last_used, peer)
+            for peer, session in self._sessions.items()
+            if session.idle and (host is None or (peer.host == host and not session.has_met))
+        ]
+        if idle:
+            self._close_session(min(idle, key=lambda each: each[:2])[2])
+
+    def _close_session(self, peer: PeerAddress) -> None:
+        session = self._sessions.pop(peer)
+        session.close()
+        self._closing.append(session)
+
+    def _close_idle_sessions(self, idle_s: float) -> None:
         now = time.monotonic()
         for peer, session in list(self._sessions.items()):
-            if host in (None, peer.host) and session.idle and now - session.last_used >= idle_s:
-                session.close()
-                self._closing.append(self._sessions.pop(peer))
+            if session.idle and now - session.last_used >= idle_s:
+                self._close_session(peer)
         for session in [each for each in self._retired if each.idle]:
             session.close()
             self._retired.remove(session)

@@ -1,5 +1,6 @@
 """A worker's pulls from many engines, and both scheduler halves with them: nobody waits for anybody else."""
 
+import itertools
 import logging
 import threading
 import time
@@ -336,10 +337,45 @@ def test_no_more_engines_are_pulled_from_at_once_than_allowed(site: Site) -> Non
     assert pull_threads() == set()
 
 
+def test_one_engine_more_than_allowed_costs_one_session(
+    site: Site, start_decode: Decode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind a session are links and plans: with all of them closed, the next pull from each would begin anew."""
+    engines, decode = [site.prefill() for _ in range(4)], start_decode(handshake_timeout_s=0.5)
+    decode.service._max_peers = 3
+    sessions, port = decode.service._sessions, free_port()
+
+    def pull(number: int, **changes: Any) -> None:
+        name = str(next(names))
+        decode.run(an_order(name, engines[number].prefill(name, THEIRS), OURS, **changes))
+        until(lambda: all(session.idle for session in sessions.values()))
+
+    names = itertools.count()
+    for number in (0, 1, 0):
+        pull(number)
+    met = dict(sessions)
+    monkeypatch.setattr(pulls_module, "MOST_UNMET", 1)
+    pull(0, remote_port=free_port())  # nobody is there
+    decode.service._max_peers = 4
+    pull(0, remote_port=port)
+    assert port in {peer.port for peer in sessions}
+    assert len(sessions) == 3, "one of these at a time"
+    decode.service._max_peers = 3
+    pull(2)
+    assert port not in {peer.port for peer in sessions}, "who has never answered goes first"
+    assert met.items() <= sessions.items()
+    pull(3)
+    _, second = met
+    assert met.keys() - sessions.keys() == {second}, "then what was used longest ago"
+    assert len(sessions) == 3
+
+
 def test_wrong_ports_of_one_host_do_not_keep_other_hosts_out(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pulls_module, "MOST_UNMET", 2)
     (worker,), prefill = site.decode(), site.prefill()
     service = Pulls(worker.context(), 600.0)
+    submit(service, an_order("real", prefill.prefill("real", THEIRS), OURS))
+    until(lambda: [end.cause for end in service.take_ends()] == [""])
     port = free_port()
     for name, host in (("a", "127.0.0.1"), ("b", "127.0.0.1"), ("c", "127.0.0.1"), ("elsewhere", "127.0.0.2")):
         remote = prefill.prefill(name, THEIRS)
@@ -347,7 +383,7 @@ def test_wrong_ports_of_one_host_do_not_keep_other_hosts_out(site: Site, monkeyp
     (end,) = service.take_ends()
     assert (end.request_id, end.cause) == ("c", "unreachable")
     assert "or 2 of this host of which none has answered yet" in end.reason
-    assert len(engines_pulled_from()) == 3
+    assert len(engines_pulled_from()) == 4
     service.close()
     worker.client.close()
     service.join()
