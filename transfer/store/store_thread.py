@@ -47,6 +47,7 @@ class StoreThread:
         self._closed_until = 0.0
         self._store: ObjectStore | None = None  # of the thread, as are those that have failed
         self._left: list[ObjectStore] = []
+        self._said: set[str] = set()  # how it has failed since it last worked
         self._ends = threading.Event()
         # A call that never returns must not keep the process.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -89,7 +90,9 @@ class StoreThread:
                 continue
             self._late_at = self._clock() + job.timeout_s
             try:
-                job.future.set_result(job.work(self._opened()))
+                result = job.work(self._opened())
+                self._works_again()
+                job.future.set_result(result)
             except StoreFailed as error:
                 self._fail(error)
                 job.future.set_exception(error)
@@ -102,13 +105,21 @@ class StoreThread:
     def _opened(self) -> ObjectStore:
         if self._store is None:
             self._store = self._open_store()
-            logger.info("PDConnector: %s is connected to the pool", self._thread.name)
+            level = logging.DEBUG if self._said else logging.INFO
+            logger.log(level, "PDConnector: %s is connected to the pool", self._thread.name)
         return self._store
+
+    def _works_again(self) -> None:
+        if self._said:
+            logger.info("PDConnector: %s uses the pool again", self._thread.name)
+            self._said.clear()
 
     def _fail(self, error: StoreFailed) -> None:
         """Use the store no more, and no new one for a while: bytes may still come to its buffer."""
         self._closed_until = self._clock() + RETRY_S
-        logger.warning("PDConnector: the pool is not used for %.0f s: %s", RETRY_S, error)
+        level = logging.DEBUG if str(error) in self._said else logging.WARNING  # it may be gone for weeks
+        self._said.add(str(error))
+        logger.log(level, "PDConnector: the pool is not used for %.0f s: %s", RETRY_S, error)
         if not error.keeps_connection:
             self._leave()
 

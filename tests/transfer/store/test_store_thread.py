@@ -3,6 +3,7 @@
 Covers: transfer.store.interface.
 """
 
+import logging
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -111,6 +112,36 @@ def test_a_store_that_cannot_be_opened_is_left_alone_too(thread: StoreThread, sh
     with pytest.raises(StoreFailed, match="nobody there"):
         thread.submit(look, 1.0).result(10)
     assert not thread.works
+
+
+def test_one_failure_is_told_once_until_the_store_works_again(
+    thread: StoreThread, shared: SharedObjects, clock: ManualClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may be gone for weeks, and every rank has such a thread."""
+
+    def told() -> list[str]:
+        texts = [record.getMessage().removeprefix("PDConnector: ") for record in caplog.records]
+        caplog.clear()
+        return texts
+
+    def fail(times: int) -> None:
+        for _ in range(times):
+            with pytest.raises(StoreFailed):
+                thread.submit(look, 1.0).result(10)
+            clock.advance(RETRY_S)
+
+    caplog.set_level(logging.INFO)
+    thread.submit(look, 1.0).result(10)
+    assert told() == ["pd-pool-test is connected to the pool"]
+    shared.fails = True
+    fail(3)
+    assert told() == ["the pool is not used for 10 s: a test", "the pool is not used for 10 s: nobody there"]
+    shared.fails = False
+    thread.submit(look, 1.0).result(10)
+    assert told() == ["pd-pool-test uses the pool again"]
+    shared.fails = shared.keeps_connection = True
+    fail(2)
+    assert told() == ["the pool is not used for 10 s: a test"]
 
 
 def test_what_waits_when_the_store_fails_fails_with_it(thread: StoreThread, shared: SharedObjects) -> None:
