@@ -20,7 +20,7 @@ UNEQUAL_TOTALS = (
 )
 
 #: Fields of an identity that are not simply equal or not.
-_COMPARED_APART = frozenset({"numbers", "scales_on_the_fly"})
+_COMPARED_APART = frozenset({"numbers", "scales_on_the_fly", "draft_digest"})
 _MAX_TOLD = 8  # differences in a message: every layer of a model may have one
 
 _HINTS = {
@@ -47,6 +47,10 @@ _HINTS = {
 
 _STATE_DTYPE = ": start both with the same --mamba-cache-dtype, --mamba-ssm-cache-dtype and --dtype"
 _INDEX_DTYPE = ": start both with the same indexer_kv_dtype in --attention-config"
+OTHER_DRAFT = (
+    "; the layer drafts tokens: start both engines with the same model in --speculative-config, or the remote one "
+    "without drafts"
+)
 _RING_ROWS = (
     ": a ring of a request's last tokens has rows for drafts, or fills a block; start both with the same "
     "num_speculative_tokens in --speculative-config, and with the same --block-size"
@@ -148,7 +152,7 @@ def _way_out(field: str, plane: Plane) -> str:
         return _RING_ROWS
     if field in ("item_size", "dtype"):
         return _STATE_DTYPE if plane.dtype else _INDEX_DTYPE if plane.part == "index" else ""
-    return ""
+    return OTHER_DRAFT if plane.optional else ""
 
 
 def check_windows(local: CacheGroup, remote: CacheGroup, layers: Iterable[str]) -> None:

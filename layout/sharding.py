@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from layout.compatibility import UNEQUAL_TOTALS, IncompatibleCachesError
+from layout.compatibility import OTHER_DRAFT, UNEQUAL_TOTALS, IncompatibleCachesError
 from layout.context_parallel import WHOLE, TokenSplit, share_tokens
 from layout.geometry import Plane, WorkerGeometry
 
@@ -161,10 +161,12 @@ def _missing_message(plane: Plane, layer: str, head: int, remotes: Sequence[Work
             f"{missing}, only for other heads or tokens, {total} heads over all ranks ({plane.total_heads} here); both "
             f"engines must serve the same model. {UNEQUAL_TOTALS}"
         )
+    held = f"{missing}; of this layer it holds {', '.join(sorted({_describe_part(other) for other in planes}))}"
+    if plane.optional:
+        return held + OTHER_DRAFT
     return (
-        f"{missing}; of this layer it holds {', '.join(sorted({_describe_part(other) for other in planes}))}. Both "
-        "engines must hold the same parts. A CPU kernel packs an opaque part in its own order, which depends on the "
-        "instruction set and dtype: run both engines on the same kind of machine with the same --dtype"
+        f"{held}. Both engines must hold the same parts. A CPU kernel packs an opaque part in its own order, which "
+        "depends on the instruction set and dtype: run both engines on the same kind of machine with the same --dtype"
     )
 
 

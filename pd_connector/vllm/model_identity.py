@@ -32,16 +32,16 @@ def model_identity(
         reads_weights: whether this process is the one of the engine that reads its files.
     """
     model = vllm_config.model_config
-    directory = model_directory(model.model, model.revision)
     model_dtype = str(model.dtype).removeprefix("torch.")
     cache_dtype = str(vllm_config.cache_config.cache_dtype)
+    is_read = reads_weights and check == "weights"
     form = str(vllm_config.load_config.load_format)
-    is_read = reads_weights and check == "weights" and form not in _UNTOLD_BY_FILES
-    weights = weight_files(directory, form) if directory and is_read else ()
+    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    drafts_apart = draft is not None and draft.model != model.model
     return ModelIdentity(
         architecture=str(model.architecture),
         config_digest="" if check == "off" else _config_digest(model),
-        weights_digest=tensors_digest(weights),
+        weights_digest=_weights_digest(model, form) if is_read else "",
         layers=int(model.get_total_num_hidden_layers()),
         kv_heads=1 if model.use_mla else int(model.get_total_num_kv_heads()),
         head_size=int(model.get_head_size()),
@@ -49,14 +49,21 @@ def model_identity(
         cache_dtype=model_dtype if cache_dtype == "auto" else cache_dtype,
         scales_on_the_fly=check != "off" and scales_on_the_fly(vllm_config),
         numbers=() if check == "off" else layer_numbers(vllm_config, layers),
+        draft_digest=_weights_digest(draft, "auto") if is_read and drafts_apart else "",
     )
 
 
 def of_engine(workers: Sequence[ModelIdentity]) -> ModelIdentity:
     """Return the identity of an engine, given those of its workers. One of them has read the files."""
-    weights = next((worker.weights_digest for worker in workers if worker.weights_digest), "")
+    weights, draft = max(each.weights_digest for each in workers), max(each.draft_digest for each in workers)
     numbers = merged(part for worker in workers for part in worker.numbers)
-    return replace(workers[0], weights_digest=weights, numbers=numbers)
+    return replace(workers[0], weights_digest=weights, draft_digest=draft, numbers=numbers)
+
+
+def _weights_digest(model_config: Any, form: str) -> str:
+    """Return a digest of a model's weights as they lie in files; empty if that tells nothing of them."""
+    directory = model_directory(model_config.model, model_config.revision)
+    return tensors_digest(weight_files(directory, form)) if directory and form not in _UNTOLD_BY_FILES else ""
 
 
 #: Keys of a model's configuration that tell how it was saved or is run, not what it computes.

@@ -234,9 +234,21 @@ def connect_peer(context: PullContext, address: PeerAddress, deadline: float) ->
         describe_conversion(context.local, peer.workers, peer.plans),
     )  # fmt: skip
     if context.reader == 0:
+        _warn_of_another_draft(context.model, welcome.model, address)
         _warn_of_shorter_prompts(context.max_model_len, welcome.max_model_len, address)
         _warn_of_contradictions(context.stated or EngineSizes(), welcome.workers[0], address)
     return peer
+
+
+def _warn_of_another_draft(here: ModelIdentity, there: ModelIdentity, address: PeerAddress) -> None:
+    """Log a warning if both sides draft by models of their own, and not by the same, as far as their weights tell."""
+    known = here.weights_digest and there.weights_digest  # else weights may have changed since they were read
+    if known and here.draft_digest and there.draft_digest and here.draft_digest != there.draft_digest:
+        logger.warning(
+            "PDConnector: %s drafts tokens by another model than this engine (%s there, %s here): its draft layers are "
+            "pulled and mean nothing to those here, so that fewer drafts are accepted. Start both with the same model "
+            "in --speculative-config", address, there.draft_digest, here.draft_digest,
+        )  # fmt: skip
 
 
 def _warn_of_shorter_prompts(here: int, there: int, address: PeerAddress) -> None:

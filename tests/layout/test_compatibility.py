@@ -43,6 +43,10 @@ def test_equal_models_are_accepted() -> None:
     check_models(IDENTITY, replace(IDENTITY))
 
 
+def test_another_draft_is_no_other_model() -> None:
+    check_models(replace(IDENTITY, draft_digest="one"), replace(IDENTITY, draft_digest="other"))
+
+
 @pytest.mark.parametrize(
     ("field", "theirs", "message"),
     [
@@ -135,6 +139,11 @@ RING = replace(INDEX, part="state", block_tokens=1, content=2304, item_size=4, d
             RING,
             replace(RING, content=2048),
             "'content' .* is 2304 here and 2048 .*num_speculative_tokens .*--block-size",
+        ),
+        (
+            replace(INDEX, part="k", optional=True),
+            replace(INDEX, part="k", content=64),
+            "'content' of part 'k', .* is 128 here and 64 .*the layer drafts tokens: start both .*--speculative-config",
         ),
         (RING, replace(RING, dtype="bfloat16"), "'dtype' .* is 'float32' here .*--mamba-ssm-cache-dtype"),
     ],

@@ -102,6 +102,22 @@ def test_other_weights_are_another_model(directory: Path) -> None:
     assert replace(theirs, weights_digest=ours.weights_digest) == ours
 
 
+def test_a_draft_with_files_of_its_own_is_told_apart_from_others(directory: Path, tmp_path: Path) -> None:
+    def drafting(draft: Path, check: str = "weights") -> ModelIdentity:
+        config = a_config(directory)
+        config.speculative_config = SimpleNamespace(draft_model_config=SimpleNamespace(model=str(draft), revision=None))
+        return model_identity(config, check)
+
+    first, same, other = (write(tmp_path / name) for name in ("first", "same", "other"))
+    save_file({"fc.weight": np.full(64, 7)}, other / "model.safetensors")
+    plain, one = identity(directory), drafting(first)
+    assert drafting(directory) == plain, "layers of the model itself"
+    assert one == drafting(same) == replace(plain, draft_digest=one.draft_digest)
+    assert len({one.draft_digest, drafting(other).draft_digest, ""}) == 3
+    assert drafting(first, "config").draft_digest == ""
+    assert of_engine([replace(one, draft_digest=""), one]) == one
+
+
 def test_one_process_of_an_engine_reads_its_files(directory: Path) -> None:
     reader = identity(directory)
     others = [model_identity(a_config(directory), "weights", reads_weights=False) for _ in range(2)]

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from layout.geometry import Region
+from layout.geometry import ModelIdentity, Region
 from pd_connector.recipe_keys import EngineSizes
 from pd_connector.worker import session as sessions
 from tests.support.connector.engines import (
@@ -67,6 +67,34 @@ def test_a_prefill_engine_that_is_not_what_a_recipe_says_is_warned_of_once(
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(said) == bool(says)
     assert not says or f"at 127.0.0.1:{prefill.port}: tp_size 8 (found: 2). PDConnector goes by what it" in said[0]
+
+
+DRAFTING, OTHERWISE = replace(IDENTITY, draft_digest="a"), replace(IDENTITY, draft_digest="b")
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "warns"),
+    [
+        (DRAFTING, OTHERWISE, True),
+        (DRAFTING, DRAFTING, False),
+        (IDENTITY, OTHERWISE, False),
+        (DRAFTING, IDENTITY, False),
+        (replace(DRAFTING, weights_digest=""), OTHERWISE, False),
+        (DRAFTING, replace(OTHERWISE, weights_digest=""), False),
+    ],
+)
+def test_a_prefill_engine_that_drafts_by_another_model_is_warned_of_once(
+    site: Site, caplog: pytest.LogCaptureFixture, here: ModelIdentity, there: ModelIdentity, warns: bool
+) -> None:
+    """Not if the weights of one side may have changed since they were read."""
+    prefill, workers = site.prefill(identity=there), site.decode()
+    for number, worker in enumerate(workers):
+        remote = prefill.prefill(f"r{number}", THEIRS)
+        site.session(worker, remote, model=here).submit(an_order(f"r{number}", remote, OURS))
+        assert worker.next_end().cause == ""
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(said) == warns
+    assert not warns or "drafts tokens by another model than this engine (b there, a here)" in said[0]
 
 
 # Links that cannot be used
