@@ -25,6 +25,7 @@ from pd_connector.vllm.engine_config import check_outer_config, check_supported,
 from pd_connector.vllm.layouts import wanted_layout
 from pd_connector.vllm.metadata import HandshakeMetadata, ReportMetadata, StepMetadata
 from pd_connector.vllm.metrics import ConnectorPromMetrics, ConnectorStats
+from pd_connector.vllm.npu.aligned_chunks import align_chunks
 from pd_connector.vllm.platform import share_logging
 from pd_connector.vllm.plugin import register_connector
 from pd_connector.vllm.releases import installed
@@ -87,6 +88,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
             installed.log_limits()
             log_ascend_release()
             installed.current().hook()
+            align_chunks()
             self._scheduler_side = ConnectorScheduler(vllm_config, kv_cache_config, config, self._stats)
         else:
             self._worker_side = ConnectorWorker(vllm_config, kv_cache_config, config, self._stats)

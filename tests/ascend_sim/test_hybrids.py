@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.ascend.paths import ascend_release
 from tests.support.ascend.reference import transformers_answers
-from tests.support.ascend.servers import NPU_GATED_DELTA, NPU_ONE_STATE, NPU_STATE_BLOCK
+from tests.support.ascend.servers import NPU_GATED_DELTA, NPU_ONE_STATE, NPU_SHORT_STEPS, NPU_STATE_BLOCK
 from tests.support.e2e.cluster import Server
 from tests.support.e2e.corruption import assert_wrong_numbers_change_the_answer
 from tests.support.e2e.deployments import on
@@ -62,6 +62,24 @@ class TestStates:
         """In every part of the cache: none is moved in vain."""
         prompt = make_prompt(3 * NPU_STATE_BLOCK, (pair.name, "spoilt", part))
         assert_wrong_numbers_change_the_answer(pair, prompt, part)
+
+
+@on(NPU_SHORT_STEPS)
+@pairs(("P", "D"))
+class TestStepsThatEndInsideBlocks:
+    """Of those, vllm-ascend would have states named by the border behind them, and D's first comparison refuse P."""
+
+    def test_a_prompt_that_D_computes_itself_leaves_right_states(self, pair: Pair) -> None:
+        prompt = make_prompt(900, (pair.name, "computed"))
+        pair.decode.client.complete(prompt[:700], 1)
+        with pair.traffic() as traffic:
+            said = pair.decode.client.complete(prompt, 12)
+        assert traffic.source("local_cache_hit") == 2 * NPU_STATE_BLOCK
+        pair.assert_right(said, prompt, pair.prefill.client.compute(prompt, 12))
+
+    def test_the_next_turn_pulls_only_what_is_new(self, pair: Pair) -> None:
+        turn = make_prompt(4 * NPU_STATE_BLOCK + 1, (pair.name, "turns"))
+        pair.assert_next_turn_pulls_the_rest(turn, 700, NPU_STATE_BLOCK)
 
 
 @on(NPU_ONE_STATE)

@@ -120,3 +120,87 @@ assert left_out == own[0][2:4], "vLLM leaves the ring out by itself"
 blocks.leave_unzeroed("second", [1])
 assert set(manager.take_new_block_ids()) - set(left_out) == set(), own
 """)
+
+
+@pytest.mark.ascend_short
+@pytest.mark.skipif(ascend_release() == "0.23", reason="hybrids are refused on vLLM 0.23")
+def test_states_are_named_by_the_tokens_that_they_are_of() -> None:
+    """Whatever steps have room for, on engines of every role, of models with pooled indexers, too."""
+    on_device("""
+from itertools import cycle, product
+from types import SimpleNamespace
+import vllm_ascend.patch.platform
+from vllm.config import KVTransferConfig
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256_cbor
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
+from vllm.v1.request import Request
+from pd_connector.vllm.npu.aligned_chunks import align_chunks
+
+align_chunks()
+aligned = Scheduler._mamba_block_aligned_split
+align_chunks()
+assert Scheduler._mamba_block_aligned_split is aligned
+register_all_kvcache_specs(None)
+block = 16
+full = FullAttentionSpec(block_size=block, num_kv_heads=1, head_size=8, dtype=torch.bfloat16)
+states = MambaSpec(block_size=block, shapes=((64,),), dtypes=(torch.float32,), mamba_cache_mode="align")
+groups = [KVCacheGroupSpec(["layer"], full), KVCacheGroupSpec(["state"], states)]
+config = KVCacheConfig(num_blocks=64, kv_cache_tensors=[], kv_cache_groups=groups)
+init_none_hash(sha256_cbor)
+hasher = get_request_block_hasher(block, sha256_cbor)
+
+def request(tokens):
+    made = Request("r", list(range(tokens)), SamplingParams(max_tokens=9), None, block_hasher=hasher)
+    made.num_in_flight_tokens = 0
+    return made
+
+def scheduler(role, pooled, most):
+    model = SimpleNamespace(index_topk=8, index_kpool=4) if pooled else SimpleNamespace()
+    return SimpleNamespace(
+        vllm_config=SimpleNamespace(
+            kv_transfer_config=KVTransferConfig(kv_connector="PDConnector", kv_role=role),
+            model_config=SimpleNamespace(hf_text_config=model),
+        ),
+        cache_config=SimpleNamespace(block_size=block), block_size=block, hash_block_size=block,
+        kv_cache_config=config, use_eagle=False, use_eagle_block_drop=False, mamba_partial_cache_hit=False,
+        mamba_fine_grained_prefix_cache=False, mamba_has_prefill_checkpoint_blocks=False,
+        max_num_scheduled_tokens=most, scheduler_config=SimpleNamespace(long_prefill_token_threshold=0),
+    )
+
+def serve(engine, prompt, rooms):
+    manager = KVCacheManager(
+        config, max_model_len=1024, scheduler_block_size=block, hash_block_size=block, max_in_flight_tokens=1024,
+        enable_caching=True,
+    )
+    served, written, ends, rooms = request(prompt), {}, [], cycle(rooms)
+    while served.num_computed_tokens < prompt:
+        manager.new_step_starts()
+        room = min(next(rooms), prompt - served.num_computed_tokens)
+        tokens = Scheduler._mamba_block_aligned_split(engine, served, room)
+        assert 0 <= tokens <= room, (tokens, room)
+        if not tokens:  # it waits for a step with more room
+            continue
+        end = served.num_computed_tokens + tokens
+        assert manager.allocate_slots(served, tokens) is not None
+        written[manager.get_block_ids("r")[1][(end - 1) // block]] = end
+        served.num_computed_tokens = end
+        ends.append(end)
+        for state in manager.block_pool.blocks:
+            if state.block_hash is not None and state.block_id in written:
+                assert state.block_hash_num_tokens == written[state.block_id], (ends, state)
+    return ends
+
+for role, pooled in product(("kv_consumer", "kv_both", "kv_producer"), (False, True)):
+    for rooms in ((7,), (16,), (20,), (33,), (200,), (40, 5), (33, 7, 11)):
+        for prompt in (1, 15, 16, 17, 48, 100):
+            ends = serve(scheduler(role, pooled, max(rooms)), prompt, rooms)
+            assert prompt < block or prompt // block * block in ends, (role, pooled, rooms, ends)
+assert serve(scheduler("kv_consumer", False, 40), 100, (40,)) == [32, 64, 96, 100]
+pulled = scheduler("kv_consumer", False, 40)
+assert Scheduler._mamba_block_aligned_split(pulled, request(30), 4, 0, 29) == 4, "a token and drafts, past a border"
+""")

@@ -341,6 +341,13 @@ NPU_GATED_DELTA = Deployment(
     (("TP1", _gated_delta()), ("other TP1", _gated_delta()), ("TP2", _gated_delta(2))),
 )
 
+#: D's steps end inside blocks.
+NPU_SHORT_STEPS = Deployment(
+    "gated delta net, short steps",
+    (("P", _gated_delta()), ("D", _gated_delta(1, "--max-num-batched-tokens", "200"))),
+    slow=True,
+)
+
 #: The same as recipes have it: one state of each request, equal sizes.
 NPU_ONE_STATE = Deployment(
     "gated delta net, one state",
