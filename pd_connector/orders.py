@@ -340,8 +340,8 @@ class Report(msgspec.Struct, frozen=True, eq=False):
     #: Requests whose wait has ended in failure on a rank, if vLLM does not pass them on.
     failed: frozenset[str] = frozenset()
     steps: Mapping[int, int] = {}  # number of ranks that have computed each step that was asked
-    #: Requests whose pull has brought all but some states that the prefill engine does not have.
-    lacking_states: frozenset[str] = frozenset()
+    #: Of what was pulled, the states that the prefill engine does not have: requests, cache groups, entries of tables.
+    lacking_states: frozenset[tuple[str, int, int]] = frozenset()
 
     def __bool__(self) -> bool:
         return any(astuple(self))

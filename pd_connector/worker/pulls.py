@@ -54,7 +54,7 @@ class Pulls(WorkerRole):
         self._retired: list[PeerSession] = []  # that finish their pulls, and get no more
         self._closing: list[PeerSession] = []
         self._outstanding: set[str] = set()
-        self._lacking_states: set[str] = set()  # requests, since the last report
+        self._lacking_states: set[tuple[str, int, int]] = set()  # since the last report
 
     def execute(self, orders: Orders) -> list[str]:
         """Start the pulls, and fail the requests that cannot be pulled."""
@@ -87,11 +87,11 @@ class Pulls(WorkerRole):
                 ends.append(end)
         ends += self._quarantine.take_settled()
         ends = [end for end in ends if self._is_outstanding(end)]
-        self._lacking_states |= {end.request_id for end in ends if end.lacking_states}
+        self._lacking_states |= {(end.request_id, *state) for end in ends for state in end.lacking_states}
         return ends
 
     def take_report(self) -> Report:
-        """Return the pulls that have ended without all states that were ordered."""
+        """Return the states that were ordered, and that pulls have ended without."""
         lacking, self._lacking_states = frozenset(self._lacking_states), set()
         return Report(lacking_states=lacking)
 

@@ -9,13 +9,13 @@ engine has it, into a block of its own:
 
 Of which border depends on what vLLM will leave out of a hit (``DeviceBlocks.left_by_hits``). With drafts from hidden
 states that is a block, and a longer answer brings a later border within reach than a short one does: two are pulled, if
-the prefill engine has both. What it has is known of prompts that are complete there.
+the prefill engine has both. What it has is known of prompts that are complete there; of others, both are tried.
 
 Everything runs on the scheduler's thread.
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import lcm
 from typing import TYPE_CHECKING
 
@@ -35,6 +35,7 @@ class _Border:
     request: "Request"
     places: "list[tuple[int, int, KVCacheBlock]]"  # cache group, entry of its table, block
     is_right: bool = True
+    lacking: set[tuple[int, int]] = field(default_factory=set)  # groups and entries that a rank has not pulled
 
 
 class BorderStates:
@@ -58,7 +59,7 @@ class BorderStates:
             return ()
         unit, reach = lcm(*sizes), tokens.stop + 1 - self._blocks.left_by_hits
         if held is None:
-            chosen = {reach // unit * unit}
+            chosen = {end // unit * unit for end in (reach, tokens.stop)}
         else:
             chosen = {
                 max((border for border in held if border <= end and not border % unit), default=0)
@@ -88,19 +89,19 @@ class BorderStates:
             tables[group][entry] = int(block.block_id)
         return tuple(map(tuple, tables))
 
-    def lack(self, request_ids: Collection[str]) -> None:
-        """Note that a rank has not pulled the border states of these requests."""
-        for request_id in request_ids:
+    def lack(self, states: Collection[tuple[str, int, int]]) -> None:
+        """Note which states a rank has not pulled: requests, cache groups and entries of their tables."""
+        for request_id, group, entry in states:
             if (border := self._pulled.get(request_id)) is not None:
-                border.is_right = False
+                border.lacking.add((group, entry))
 
     def end(self, request_id: str, *, is_right: bool) -> None:
-        """Let others find the border states of a request whose pull has ended on all ranks, if all have them."""
+        """Let others find each border state of a request whose pull has ended on all ranks, if all have it."""
         border = self._pulled.pop(request_id, None)
         if border is None:
             return
         for group, entry, block in border.places:
-            if is_right and border.is_right:
+            if is_right and border.is_right and (group, entry) not in border.lacking:
                 self._blocks.publish_state(border.request, group, entry, self._groups[group].block_tokens, block)
         self._blocks.give_back(tuple(block for *_, block in border.places))
 

@@ -94,8 +94,8 @@ class _LackingStates:
     def __init__(self, reader: WorkerGeometry, theirs: Sequence[WorkerGeometry]) -> None:
         self._plans = compile_plans(reader, theirs, choose_sources(reader, theirs)).values()
 
-    def __call__(self, order: PullOrder) -> bool:
-        return any(plan.lacking_states(*_tables(order), order.end_token) for plan in self._plans)
+    def __call__(self, order: PullOrder) -> set[tuple[int, int]]:
+        return set().union(*(plan.lacking_states(*_tables(order), order.end_token) for plan in self._plans))
 
 
 def _tables(order: PullOrder) -> tuple[list[BlockTable], list[BlockTable]]:

@@ -4,7 +4,7 @@ They give requests their blocks, step by step. Nothing computes: what a step wou
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, TypeAlias
@@ -47,14 +47,14 @@ class RecipeScheduler:
         self,
         ranks: Sequence[RankCaches],
         workers: Sequence[WorkerGeometry],
-        lacks: Callable[[PullOrder], bool] = lambda _: False,
+        lacks: Callable[[PullOrder], Set[tuple[int, int]]] = lambda _: frozenset(),
     ) -> None:
         """Start an engine's scheduler. The process must have the engine's environment.
 
         Args:
             ranks: all of the engine, TP ranks of the first stage first.
             workers: their geometries.
-            lacks: whether the prefill engine lacks states at borders of blocks that are to be pulled.
+            lacks: of states at borders of blocks that are to be pulled, those that the prefill engine lacks.
         """
         self.events: list[Event] = []
         self._lacks = lacks
@@ -110,7 +110,9 @@ class RecipeScheduler:
             kv_connector_worker_meta=ReportMetadata(
                 Report(
                     steps=dict.fromkeys(orders.steps, 1),
-                    lacking_states=frozenset(order.request_id for order in orders.pulls if self._lacks(order)),
+                    lacking_states=frozenset(
+                        (order.request_id, *state) for order in orders.pulls for state in self._lacks(order)
+                    ),
                 )
             ),
         )

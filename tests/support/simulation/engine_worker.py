@@ -89,7 +89,7 @@ class EngineWorker:
         stores = self._end_copies(now)
         pulls, landings, prefixes = self._end_pulls(now), self._end_landings(now), self._end_prefixes(now)
         done, failed = self._arrivals.take()
-        lacking = frozenset(pull.order.request_id for pull in pulls if pull.lacks_states)
+        lacking = frozenset((pull.order.request_id, *state) for pull in pulls for state in pull.lacking_states)
         report = Report(stores, _rank_ends(landings), _rank_ends(prefixes), lacking_states=lacking)
         return Ends(done, failed, [*pulls, *landings], report)
 
@@ -156,7 +156,7 @@ class EngineWorker:
 
 def _rank_ends(pulls: Iterable[ScheduledPull]) -> dict[str, RankEnds]:
     return {
-        pull.order.request_id: RankEnds(1, failed=not pull.has_succeeded, lacks_states=pull.lacks_states)
+        pull.order.request_id: RankEnds(1, failed=not pull.has_succeeded, lacks_states=bool(pull.lacking_states))
         for pull in pulls
     }
 

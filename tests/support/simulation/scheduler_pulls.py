@@ -59,7 +59,7 @@ class ScheduledPull:
     has_succeeded: bool = False
     was_ahead: bool = False  # it has read something before the prompt was complete
     was_in_host: bool = False  # it has read something in the prefill engine's host memory
-    lacks_states: bool = False  # the prefill engine does not have all those at borders
+    lacking_states: set[tuple[int, int]] = field(default_factory=set)  # groups and entries: not at the prefill engine
     _place: Place | None = None  # where the lease lies, of a prompt that was complete from the start
     _slots: list[BlockTable] = field(default_factory=list)
     _question: Future[Reply] | None = None
@@ -147,7 +147,7 @@ class ScheduledPull:
             theirs = state_entries(tables[group].block_ids, size, self.order.end_token)
             if self.order.end_token not in ours.keys() & theirs.keys():
                 return False
-            self.lacks_states |= not ours.keys() <= theirs.keys()
+            self.lacking_states |= {(group, ours[after]) for after in ours.keys() - theirs.keys()}
             for tokens in ours.keys() & theirs.keys():
                 stamp = source.get((int(tables[group].block_ids[theirs[tokens]]), 0), FAILED)
                 self.read[int(local[ours[tokens]]), 0] = stamp

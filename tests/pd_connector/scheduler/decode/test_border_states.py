@@ -33,7 +33,7 @@ def test_a_border_state_is_found_if_it_has_arrived_on_every_rank(is_lacking: boo
     new = {table[4] for table in tables[1:]}
     assert len(new) == 2
     assert not new & {block for table in own for block in table}
-    borders.lack({"r"} if is_lacking else ())
+    borders.lack({("r", group, 4) for group in (1, 2)} if is_lacking else ())
     if not has_failed:
         engine.arrived(request)
     borders.end("r", is_right=not has_failed)
@@ -43,6 +43,21 @@ def test_a_border_state_is_found_if_it_has_arrived_on_every_rank(is_lacking: boo
     is_found = not (is_lacking or has_failed)
     assert all(bool(engine.blocks.found_states(request, group, BLOCK)) is is_found for group in (1, 2))
     assert engine.found(engine.request("longer", TOKENS + 9)) == (20 if is_found else 0)
+
+
+@pytest.mark.parametrize("lacking", [3, 4])
+def test_what_the_prefill_engine_has_is_found_though_it_lacks_another(lacking: int) -> None:
+    """With drafts, two borders are tried of a prompt that is not complete there."""
+    engine = StateEngine(drafts=True)
+    borders = BorderStates(engine.blocks, engine.retentions)
+    request = engine.request("r", TOKENS)
+    tables = add(borders, request, engine.pull(request))
+    assert [[entry for entry, block in enumerate(table) if block] for table in tables[1:]] == [[3, 4, 5], [3, 4, 5]]
+    borders.lack({("r", group, lacking) for group in (1, 2)})
+    borders.lack({("of another", 1, 3)})
+    engine.arrived(request)
+    borders.end("r", is_right=True)
+    assert [list(engine.blocks.found_states(request, group, BLOCK)) for group in (1, 2)] == [[7 - lacking]] * 2
 
 
 def test_nothing_is_pulled_beside_if_the_prompt_ends_at_a_border() -> None:
@@ -108,7 +123,7 @@ def test_the_next_turn_finds_the_prompt_up_to_the_state_that_was_pulled(drafts: 
     ("drafts", "held", "first", "chosen"),
     [
         (False, None, 0, (20,)),
-        (True, None, 0, (16,)),
+        (True, None, 0, (16, 20)),
         (False, {8, 16, 20, 24}, 0, (20,)),  # the last one is said to be behind the prompt: after all of it
         (False, {8, 16}, 0, (16,)),
         (False, {8, 18}, 0, (8,)),
