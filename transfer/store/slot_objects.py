@@ -1,10 +1,11 @@
 """Objects to and from a worker's host slots: bytes in the order of ``layout.block_objects``, sealed.
 
-A sealed object begins with a header: a magic number, a random nonce, and a keyed checksum (BLAKE3) of key, nonce and
-bytes. Without the deployment's secret nobody can make one that is accepted, under another key neither. So what a
-stranger wrote, what is torn and what another version wrote is the same: no object.
+A sealed object begins with a header: ``SEAL``, which is the version, a random nonce, and an authentication code of the
+bytes (GMAC). Its key is the object's own: a keyed BLAKE3 of the deployment's secret, the object's key and the nonce.
+Without the secret nobody can make one that is accepted, under another key neither. So what a stranger wrote, what is
+torn and what another version wrote is the same: no object.
 
-All of it is in host memory. Copies and checksums release the GIL.
+All of it is in host memory. Copies and codes release the GIL. On one thread, GMAC is twice as fast as BLAKE3.
 """
 
 import ctypes
@@ -15,16 +16,19 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from layout.block_objects import ObjectForm
 from layout.geometry import Plane, Region
 
 Bytes = npt.NDArray[np.uint8]
 
-_MAGIC = b"pdobj\x00\x00\x01"
-_NONCE_BYTES, _SUM_BYTES = 8, 16
-HEADER_BYTES = len(_MAGIC) + _NONCE_BYTES + _SUM_BYTES
+#: How objects are sealed, in this version.
+SEAL = b"pdobj\x00\x00\x02"
+_NONCE_BYTES, _CODE_BYTES = 8, 16
+HEADER_BYTES = len(SEAL) + _NONCE_BYTES + _CODE_BYTES
 KEY_BYTES = 32
+_NO_NONCE = bytes(12)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +58,15 @@ class SlotObjects:
         for part, view in self._pieces(slot, share, into[HEADER_BYTES:]):
             part[...] = view
         nonce = secrets.token_bytes(_NONCE_BYTES)
-        header = _MAGIC + nonce + self._sum(key, nonce, into[HEADER_BYTES:])
+        header = SEAL + nonce + self._code(key, nonce, into[HEADER_BYTES:])
         into[:HEADER_BYTES] = np.frombuffer(header, np.uint8)
 
     def is_sealed(self, key: str, sealed: Bytes) -> bool:
         """Return whether these bytes are the object of ``key``."""
         header = sealed[:HEADER_BYTES].tobytes()
-        nonce, found = header[len(_MAGIC) : -_SUM_BYTES], header[-_SUM_BYTES:]
-        wanted = self._sum(key, nonce, sealed[HEADER_BYTES:])
-        return header.startswith(_MAGIC) and secrets.compare_digest(found, wanted)
+        nonce, found = header[len(SEAL) : -_CODE_BYTES], header[-_CODE_BYTES:]
+        wanted = self._code(key, nonce, sealed[HEADER_BYTES:])
+        return header.startswith(SEAL) and secrets.compare_digest(found, wanted)
 
     def unpack(self, sealed: Bytes, slot: int, share: int) -> None:
         """Write an object to its share of the block in ``slot``."""
@@ -86,10 +90,10 @@ class SlotObjects:
                     pairs += [(here[:, place], there[:, number]) for number, place in enumerate(view.layers)]
         return pairs
 
-    def _sum(self, key: str, nonce: bytes, object_bytes: Bytes) -> bytes:
-        hasher = blake3(key.encode() + b"\0" + nonce, key=self._secret)
-        hasher.update(object_bytes.data)
-        return hasher.digest(_SUM_BYTES)
+    def _code(self, key: str, nonce: bytes, object_bytes: Bytes) -> bytes:
+        # GMAC is broken where a key and its nonce serve twice. This key serves once, so that its nonce may be constant.
+        used_once = blake3(key.encode() + b"\0" + nonce, key=self._secret).digest()
+        return AESGCM(used_once).encrypt(_NO_NONCE, b"", object_bytes.data)
 
 
 def bytes_of(region: Region) -> Bytes:

@@ -21,6 +21,7 @@ from pd_connector.vllm.engine_config import max_blocks_per_step
 from transfer.peers import parse_address
 from transfer.store.interface import StoreFailed
 from transfer.store.mooncake_store import MooncakeStore, load
+from transfer.store.slot_objects import SEAL
 from transfer.store.store_thread import StoreThread
 
 if TYPE_CHECKING:
@@ -115,6 +116,6 @@ def contents_of(worker: WorkerHandshake) -> str:
     said = repr((
         model.architecture, model.config_digest, model.weights_digest, model.layers, model.kv_heads, model.head_size,
         model.model_dtype, model.cache_dtype, numbers, worker.arithmetic,
-        worker.secret,  # with another one, they would remove each other's
+        worker.secret, SEAL,  # with others, they would remove each other's
     ))  # fmt: skip
     return hashlib.blake2b(said.encode(), digest_size=16).hexdigest()

@@ -13,6 +13,7 @@ from layout.block_objects import ObjectError, ObjectForm, object_forms
 from tests.support.layout.oracle import WHOLE_HEADS, Engine, Model, Rank, Table, build
 from tests.support.layout.strategies import INDEXER, SCALE, thorough, tp_sizes
 from tests.support.store.object_slots import HostSlots
+from transfer.store import slot_objects
 from transfer.store.slot_objects import HEADER_BYTES, KEY_BYTES, SlotObjects
 
 BLOCKS = 3
@@ -171,6 +172,14 @@ class TestSeals:
     def test_an_object_of_another_secret_is_noticed(self, objects: SlotObjects) -> None:
         stranger = SlotObjects(objects.form, bytes(KEY_BYTES))
         assert not objects.is_sealed("key", self.sealed(stranger))
+
+    def test_an_object_of_another_version_is_none(self, objects: SlotObjects, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Though its code is right."""
+        monkeypatch.setattr(slot_objects, "SEAL", b"pdobj\0\0\1")
+        old = self.sealed(objects)
+        assert objects.is_sealed("key", old)
+        monkeypatch.undo()
+        assert not objects.is_sealed("key", old)
 
     def test_two_seals_of_the_same_differ(self, objects: SlotObjects) -> None:
         assert (self.sealed(objects)[:HEADER_BYTES] != self.sealed(objects)[:HEADER_BYTES]).any()

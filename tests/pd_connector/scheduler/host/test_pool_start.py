@@ -40,6 +40,13 @@ def test_engines_that_compute_in_other_ways_or_do_not_trust_each_other_share_not
     assert contents_of(replace(WORKER, **change)) != contents_of(WORKER)
 
 
+def test_engines_that_seal_in_other_ways_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would remove each other's objects."""
+    ours = contents_of(WORKER)
+    monkeypatch.setattr("pd_connector.scheduler.host.pool_start.SEAL", b"pdobj\0\0\1")
+    assert contents_of(WORKER) != ours
+
+
 def test_the_order_in_which_layers_are_told_does_not_matter() -> None:
     scale = LayerNumbers("k_scale", ("a.0",), (1.0,))
     one = replace(MODEL, numbers=(ROTARY, scale))

@@ -121,17 +121,18 @@ class TestWhatIsNotThere:
         del shared.objects[gone]
         assert worker.fetch() == PoolEnds(1, frozenset({1}))
 
+    @pytest.mark.parametrize("block", range(3))
     def test_what_a_stranger_has_put_is_removed_and_does_not_count(
-        self, workers: Workers, shared: SharedObjects, clock: ManualClock
+        self, workers: Workers, shared: SharedObjects, clock: ManualClock, block: int
     ) -> None:
         (worker,) = workers.start(Engine(), shared, clock)
         worker.put()
         before = worker.slots.memory.copy()
-        key = next(key for key in shared.objects if key.endswith(HASHES[0].hex()))
+        key = next(key for key in shared.objects if key.endswith(HASHES[block].hex()))
         torn = bytearray(shared.objects[key])
         torn[-1] ^= 1
         shared.objects[key] = bytes(torn)
-        assert worker.fetch() == PoolEnds(1, frozenset({0}))
+        assert worker.fetch() == PoolEnds(1, frozenset({block}))
         assert key not in shared.objects
         assert (worker.slots.memory == before).all(), "it has not come to a slot"
         assert worker.put() == PoolEnds(1)
