@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from layout.states import running_entry
 from pd_connector.params import RemotePrefill
 from pd_connector.vllm.cache_specs import Retention
+from transfer.control.limits import LastFew
 
 #: Prefill engines with other groups of layers that are remembered. There are few; params come from clients.
 _MAX_KNOWN = 64
@@ -36,7 +37,7 @@ class NeededBlocks:
     def set_layers(self, layers: Sequence[Collection[str]]) -> None:
         """Set the names of each cache group's layers, over all pipeline stages."""
         self._layers = dict(enumerate(layers))
-        self._known: dict[tuple[tuple[str, ...], ...], tuple[tuple[int, ...], ...]] = {}
+        self._known: LastFew[tuple[tuple[str, ...], ...], tuple[tuple[int, ...], ...]] = LastFew(_MAX_KNOWN)
 
     def lacking(self, remote: RemotePrefill, computed_tokens: int = 0) -> LackingBlocks | None:
         """Return why a complete prompt cannot be pulled from ``computed_tokens`` on, which are here; None if it can.
@@ -100,8 +101,6 @@ class NeededBlocks:
         if not theirs:  # a single group holds all and keeps every token
             return tuple((0,) for _ in self._groups) if remote.remote_block_ids else ()
         if theirs not in self._known:
-            if len(self._known) >= _MAX_KNOWN:
-                self._known.clear()
             self._known[theirs] = tuple(
                 tuple(there for there, names in enumerate(theirs) if not ours.isdisjoint(names))
                 for ours in map(frozenset, self._layers.values())

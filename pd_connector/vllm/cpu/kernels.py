@@ -11,7 +11,7 @@ from vllm.v1.attention.backends import cpu_attn
 
 from pd_connector.vllm.cpu.head_order import Write
 from pd_connector.vllm.cpu.layout_check import CacheShape
-from pd_connector.vllm.paged_batches import Batch
+from pd_connector.vllm.paged_batches import Batch, Parts
 
 
 def attention_layers(vllm_config: Any) -> dict[CacheShape, "CpuKernels"]:
@@ -54,12 +54,14 @@ class CpuKernels:
         self._isa = cpu_attn._get_attn_isa(shape.dtype, shape.block_tokens, shape.head_size, kv_cache_dtype)
         self._layer = _LayerStandIn(self._isa, layer._k_scale_float, layer._v_scale_float)
 
-    def write(self, key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, batch: Batch) -> None:
-        """Implement ``layout_check.Kernels``."""
-        self._impl.do_kv_cache_update(self._layer, key, value, cache, batch.slots)
+    def write(self, cache: Parts, batch: Batch, seed: int) -> None:
+        """Implement ``CacheOperators``."""
+        _, key, value = _inputs(self._shape, batch, seed)
+        self._impl.do_kv_cache_update(self._layer, key, value, cache[0], batch.slots)
 
-    def attend(self, query: torch.Tensor, cache: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Implement ``layout_check.Kernels``."""
+    def attend(self, cache: Parts, batch: Batch, seed: int) -> list[torch.Tensor]:
+        """Implement ``CacheOperators``."""
+        query, _, _ = _inputs(self._shape, batch, seed)
         plan = ops.cpu_attn_get_scheduler_metadata(
             num_reqs=len(batch.sequence_lengths),
             num_heads=self._shape.heads,
@@ -86,8 +88,19 @@ class CpuKernels:
         )
         output = torch.zeros_like(query)
         # A decoder's forward takes keys and values from the cache and ignores these arguments.
-        self._impl.forward(self._layer, query, query, query, cache, metadata, output)
-        return output
+        self._impl.forward(self._layer, query, query, query, cache[0], metadata, output)
+        return [output]
+
+
+def _inputs(shape: CacheShape, batch: Batch, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return query, key and value of a layer's step, without using the global generator, which is the model's."""
+    random = torch.Generator(device="cpu").manual_seed(seed)
+
+    def normal(heads: int) -> torch.Tensor:
+        size = (batch.tokens, heads, shape.head_size)
+        return torch.randn(size, generator=random, dtype=torch.float32, device="cpu").to(shape.dtype)
+
+    return normal(shape.heads), normal(shape.kv_heads), normal(shape.kv_heads)
 
 
 class _LayerStandIn:

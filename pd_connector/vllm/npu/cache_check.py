@@ -18,22 +18,18 @@ from typing import Protocol
 
 import torch
 
-from pd_connector.vllm.paged_batches import BLOCKS, Batch, batches, same_bits, varied
+from pd_connector.vllm.paged_batches import BLOCKS, CacheOperators, Parts, batches, other_bits, same_bits, varied
 
 LAYERS = 3
 
 #: Bytes of the smallest view that is watched for copies: far above what an operator takes for so few tokens.
 _WATCHED_BYTES = 16 << 20
 
-#: A layer's cache as a model runner binds it: a tensor [blocks, *shape of a block] for each part.
-Parts = Sequence[torch.Tensor]
-
 
 @dataclass(frozen=True, slots=True)
 class PartShape:
     """One part of every layer's cache: K, V, or one of MLA's."""
 
-    name: str
     block: tuple[int, int, int]  # [tokens, heads, items], or [heads, tokens, items]
     dtype: torch.dtype
 
@@ -41,16 +37,6 @@ class PartShape:
     def block_bytes(self) -> int:
         """Bytes of one block of one layer."""
         return int(torch.Size(self.block).numel()) * int(self.dtype.itemsize)
-
-
-class CacheOperators(Protocol):
-    """The operators of an attention layer that touch its paged cache. ``seed`` decides on the values of the inputs."""
-
-    def write(self, cache: Parts, batch: Batch, seed: int) -> None:
-        """Store keys and values of the new tokens."""
-
-    def attend(self, cache: Parts, batch: Batch, seed: int) -> list[torch.Tensor]:
-        """Return what the operators that read the cache make of the new tokens' queries."""
 
 
 class MemoryWatch(Protocol):
@@ -96,7 +82,7 @@ def difference_at_end(operators: CacheOperators, layers: Sequence[Parts], block_
         return untouched and _same_contents(plain, [part[:, [0, -1]] for part in found])
 
     with torch.no_grad():
-        failure = _other_bits(operators, plain, ends, block_tokens, same_contents, start)
+        failure = other_bits(operators, plain, ends, block_tokens, same_contents, start)
         for part in last:
             part.zero_()
     return failure
@@ -116,39 +102,7 @@ def _other_bits_in_small(
     plain = [content.to(device) for content in contents]
     joined = [content.transpose(0, 1).contiguous().to(device) for content in contents]
     views = [[part[:, layer] for part in joined] for layer in range(LAYERS)]
-    return _other_bits(operators, plain, views, block_tokens, lambda: _same_contents(plain, joined))
-
-
-def _other_bits(
-    operators: CacheOperators,
-    plain: Parts,
-    views: Sequence[Parts],
-    block_tokens: int,
-    same_contents: Callable[[], bool],
-    start: int = 0,
-) -> str:
-    """Run steps on ``plain``, [layers, BLOCKS, *shape of a block] a part, and on the ``views`` from ``start`` on."""
-    steps = zip(batches(block_tokens), batches(block_tokens, start), strict=True)
-    for step, (batch, moved) in enumerate(steps):
-        seeds = [step * len(views) + layer for layer in range(len(views))]
-        # All layers write before any attends, so that a layer that overwrites another one's bytes shows in both.
-        for layer, seed in enumerate(seeds):
-            operators.write([part[layer] for part in plain], batch, seed)
-            try:
-                operators.write(views[layer], moved, seed)
-            except Exception as error:
-                return f"writing raises {type(error).__name__}: {error}"
-        if not same_contents():
-            return f"after writing in step {step} the cache holds other bytes"
-        for layer, seed in enumerate(seeds):
-            expected = operators.attend([part[layer] for part in plain], batch, seed)
-            try:
-                outputs = operators.attend(views[layer], moved, seed)
-            except Exception as error:
-                return f"attention raises {type(error).__name__}: {error}"
-            if not all(same_bits(one.cpu(), other.cpu()) for one, other in zip(expected, outputs, strict=True)):
-                return f"the attention output of layer {layer} in step {step} differs"
-    return "" if same_contents() else "attention changed the cache"
+    return other_bits(operators, plain, views, block_tokens, lambda: _same_contents(plain, joined))
 
 
 def _same_contents(plain: Parts, joined: Parts) -> bool:

@@ -12,7 +12,6 @@ import torch
 from pd_connector.vllm.npu.cache_check import PartShape
 
 _PLAIN_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_MLA_NAMES, _NAMES = ("mla_latent", "mla_rope"), ("k", "v")
 
 
 class LayersApartError(Exception):
@@ -78,15 +77,10 @@ def common_form(caches: Mapping[str, Any], block_tokens: int, blocks: int) -> Ca
 def _parts(layer: str, cache: Any) -> tuple[PartShape, ...]:
     if not isinstance(cache, tuple | list) or len(cache) != 2:
         raise LayersApartError(f"the cache of layer {layer!r} is not two tensors")
-    key, value = cache
     for part in cache:
         if part.dim() != 4 or not part[0].is_contiguous():
             shape, strides = tuple(part.shape), tuple(part.stride())
             raise LayersApartError(f"blocks of layer {layer!r} are not dense (shape {shape}, strides {strides})")
         if part.dtype not in _PLAIN_DTYPES:
             raise LayersApartError(f"the cache of layer {layer!r} is quantized ({part.dtype})")
-    names = _MLA_NAMES if key.shape[3] != value.shape[3] and key.shape[2] == value.shape[2] == 1 else _NAMES
-    return tuple(
-        PartShape(name, (int(part.shape[1]), int(part.shape[2]), int(part.shape[3])), part.dtype)
-        for name, part in zip(names, cache, strict=True)
-    )
+    return tuple(PartShape((int(part.shape[1]), int(part.shape[2]), int(part.shape[3])), part.dtype) for part in cache)

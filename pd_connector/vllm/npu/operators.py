@@ -15,9 +15,8 @@ from vllm.config import get_layers_from_vllm_config
 from vllm.forward_context import create_forward_context, override_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
-from pd_connector.vllm.npu.cache_check import CacheOperators, Parts
 from pd_connector.vllm.npu.cache_form import LayersApartError
-from pd_connector.vllm.paged_batches import Batch
+from pd_connector.vllm.paged_batches import Batch, CacheOperators, Parts
 
 _GQA, _MLA = "AscendAttentionBackendImpl", "AscendMLAImpl"
 
@@ -87,14 +86,14 @@ class GqaOperators:
             )
 
     def write(self, cache: Parts, batch: Batch, seed: int) -> None:
-        """Implement ``cache_check.CacheOperators``."""
+        """Implement ``CacheOperators``."""
         impl, inputs = self._impl(), _Inputs(seed, self._dtype, self._device)
         heads, size = impl.num_kv_heads, impl.head_size
         key, value = (inputs.normal(batch.tokens, heads, size) for _ in range(2))
         impl.do_kv_cache_update(self._layer, key, value, list(cache), self._slots(batch))
 
     def attend(self, cache: Parts, batch: Batch, seed: int) -> list[torch.Tensor]:
-        """Implement ``cache_check.CacheOperators``."""
+        """Implement ``CacheOperators``."""
         impl = self._impl()
         query = _Inputs(seed, self._dtype, self._device).normal(batch.tokens, impl.num_heads, impl.head_size)
         output = torch.zeros_like(query)
@@ -150,7 +149,7 @@ class _MlaOperators:
             raise LayersApartError("the fused operator before MLA (VLLM_ASCEND_ENABLE_MLAPO) writes the cache")
 
     def write(self, cache: Parts, batch: Batch, seed: int) -> None:
-        """Implement ``cache_check.CacheOperators``."""
+        """Implement ``CacheOperators``."""
         impl, inputs = self._impl, _Inputs(seed, self._dtype, self._device)
         new = inputs.normal(batch.tokens, impl.kv_lora_rank + impl.qk_rope_head_dim)
         cos, sin = (inputs.normal(batch.tokens, 1, 1, impl.qk_rope_head_dim) for _ in range(2))
@@ -158,7 +157,7 @@ class _MlaOperators:
         write(new, cos, sin, tuple(cache), batch.slots.to(self._device))
 
     def attend(self, cache: Parts, batch: Batch, seed: int) -> list[torch.Tensor]:
-        """Implement ``cache_check.CacheOperators``: what decodes read, and what prefills fetch of earlier tokens."""
+        """Implement ``CacheOperators``: what decodes read, and what prefills fetch of earlier tokens."""
         return [self._decode(cache, batch, seed), *self._fetch(cache, batch)]
 
     def _decode(self, cache: Parts, batch: Batch, seed: int) -> torch.Tensor:

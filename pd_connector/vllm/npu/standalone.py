@@ -15,7 +15,7 @@ from pd_connector.vllm.npu.operators import GqaOperators
 
 HEADS, KV_HEADS, HEAD_SIZE, BLOCK_TOKENS, DTYPE = 8, 2, 128, 128, torch.bfloat16
 
-PARTS = tuple(PartShape(name, (BLOCK_TOKENS, KV_HEADS, HEAD_SIZE), DTYPE) for name in ("k", "v"))
+PARTS = (PartShape((BLOCK_TOKENS, KV_HEADS, HEAD_SIZE), DTYPE),) * 2  # K and V
 
 
 @dataclass(frozen=True)

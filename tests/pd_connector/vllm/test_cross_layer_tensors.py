@@ -13,8 +13,8 @@ from pd_connector.vllm.npu.cache_check import PartShape
 from pd_connector.worker.caches import describe_caches
 from tests.support.connector.tensors import stated_of
 
-MLA = (PartShape("mla_latent", (16, 1, 512), torch.bfloat16), PartShape("mla_rope", (16, 1, 64), torch.bfloat16))
-GQA = (PartShape("k", (2, 2, 6), torch.float32), PartShape("v", (2, 2, 4), torch.float16))
+MLA = (PartShape((16, 1, 512), torch.bfloat16), PartShape((16, 1, 64), torch.bfloat16))
+GQA = (PartShape((2, 2, 6), torch.float32), PartShape((2, 2, 4), torch.float16))
 BLOCKS = 3
 
 
@@ -49,7 +49,7 @@ def test_each_part_begins_at_an_aligned_address_and_its_last_unit_is_its_own(par
 
 def test_a_worker_describes_a_part_as_one_plane_with_all_layers_of_a_block_together() -> None:
     caches = allocate_cross_layer(GQA, layers(2), BLOCKS, "cpu")
-    content = tuple((part.name, part.block[2]) for part in GQA)
+    content = tuple((name, part.block[2]) for name, part in zip(("k", "v"), GQA, strict=True))
     stated = stated_of(caches["l0"][0], content, heads_axis=2, page_bytes=sum(part.block_bytes for part in GQA))
     group = GroupSpec(layers(2), 2, 0, BLOCKS, dict.fromkeys(layers(2), stated))
     planes = describe_caches(caches, [group], Ranks(0, 1, 0, 1), "a").groups[0].planes

@@ -12,12 +12,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pd_connector.vllm.cross_layer_tensors import allocate_cross_layer
-from pd_connector.vllm.npu.cache_check import Parts, PartShape, difference, difference_at_end
-from pd_connector.vllm.paged_batches import Batch, batches, same_bits, varied
+from pd_connector.vllm.npu.cache_check import PartShape, difference, difference_at_end
+from pd_connector.vllm.paged_batches import Batch, Parts, batches, same_bits, varied
 
 TOKENS = 16
-GQA = (PartShape("k", (TOKENS, 2, 8), torch.float32), PartShape("v", (TOKENS, 2, 8), torch.float32))
-MLA = (PartShape("mla_latent", (TOKENS, 1, 32), torch.bfloat16), PartShape("mla_rope", (TOKENS, 1, 4), torch.bfloat16))
+GQA = (PartShape((TOKENS, 2, 8), torch.float32), PartShape((TOKENS, 2, 8), torch.float32))
+MLA = (PartShape((TOKENS, 1, 32), torch.bfloat16), PartShape((TOKENS, 1, 4), torch.bfloat16))
 
 
 class Operators:

@@ -26,13 +26,13 @@ def form_of(given: dict[str, Any]) -> Any:
 def test_equal_layers_have_a_form() -> None:
     form = form_of(caches())
     assert (form.layers, form.blocks, form.block_tokens) == (("l0", "l1", "l2"), BLOCKS, TOKENS)
-    assert [(part.name, part.block) for part in form.parts] == [("k", (8, 2, 16)), ("v", (8, 2, 16))]
+    assert [part.block for part in form.parts] == [(8, 2, 16), (8, 2, 16)]
     assert form.block_bytes == 3 * 2 * TOKENS * 2 * 16 * 2
 
 
 def test_the_parts_of_mla_have_sizes_of_their_own() -> None:
     form = form_of({name: pair(512, 64, heads=1) for name in ("l0", "l1")})
-    assert [(part.name, part.block) for part in form.parts] == [("mla_latent", (8, 1, 512)), ("mla_rope", (8, 1, 64))]
+    assert [part.block for part in form.parts] == [(8, 1, 512), (8, 1, 64)]
 
 
 def test_kernel_blocks_may_be_smaller_than_blocks() -> None:
