@@ -19,9 +19,16 @@ def align_chunks() -> None:
         return
     split = scheduler._mamba_block_aligned_split
 
-    def aligned(self: Any, request: Any, num_new_tokens: int, local: int = 0, external: int = 0) -> int:
-        tokens = int(split(self, request, num_new_tokens, local, external))
-        start = int(request.num_computed_tokens) + local + external
+    def aligned(
+        self: Any,
+        request: Any,
+        num_new_tokens: int,
+        num_new_local_computed_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+    ) -> int:
+        found = num_new_local_computed_tokens, num_external_computed_tokens
+        tokens = int(split(self, request, num_new_tokens, *found))
+        start = int(request.num_computed_tokens) + sum(found)
         if request.num_tokens - start <= 1:  # it decodes, perhaps with drafts, whose states the worker sorts out
             return tokens
         return chunk_end(start, start + tokens, _state_tokens(self.kv_cache_config)) - start

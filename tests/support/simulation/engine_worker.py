@@ -45,6 +45,7 @@ class EngineWorker:
         self.pull_s, self.copy_s = pull_s, 0.0
         self.memories = Memories({}, {})
         self.pulls: dict[str, ScheduledPull] = {}
+        self.pulled: dict[str, range] = {}  # tokens, by request
         self.landings: dict[str, ScheduledPull] = {}
         self.prefixes: dict[str, ScheduledPull] = {}
         self._copies: list[_Copy] = []
@@ -109,6 +110,7 @@ class EngineWorker:
         ended = _ended(self.pulls, now)
         for pull in ended:
             self.memories.device.update(pull.read)
+            self.pulled[pull.order.request_id] = range(pull.order.first_token, pull.order.end_token)
             self._arrivals.settle(pull.order.request_id, failed=not pull.has_succeeded)
         return ended
 
