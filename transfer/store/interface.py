@@ -7,7 +7,7 @@ Objects of one key are alike, so whichever came first stays.
 does not wait for that thread without a bound.
 
 **Late bytes.** After a ``get`` that has failed, bytes may still arrive in its part of the buffer. So objects are
-fetched to a buffer that is the store's own, and a store that has failed is not used again.
+fetched to a buffer that is the store's own, and a store that has failed takes another one before it is used again.
 """
 
 from abc import ABC, abstractmethod
@@ -21,12 +21,12 @@ from transfer.errors import TransferError
 class StoreFailed(TransferError):  # noqa: N818  named after the event
     """The store does not work, for no fault of an object's: it is to be used again later.
 
-    ``keeps_connection``: by the same connection. Else by a new one.
+    ``keeps_buffer``: with the same buffer. Else after ``renew_buffer``.
     """
 
-    def __init__(self, reason: str, *, keeps_connection: bool = False) -> None:
+    def __init__(self, reason: str, *, keeps_buffer: bool = False) -> None:
         super().__init__(reason)
-        self.keeps_connection = keeps_connection
+        self.keeps_buffer = keeps_buffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class ObjectStore(ABC):
     @property
     @abstractmethod
     def buffer(self) -> Region:
-        """Memory that belongs to this connection, from and to which objects go. Valid until ``close``."""
+        """Memory that belongs to this connection, from and to which objects go. Valid until it is renewed or closed."""
 
     @abstractmethod
     def exist(self, keys: Sequence[str]) -> list[bool]:
@@ -79,10 +79,11 @@ class ObjectStore(ABC):
         """
 
     @abstractmethod
-    def free_buffer(self) -> None:
-        """Free the buffer's memory, of a store that is not used again: many that have failed would fill the machine's.
+    def renew_buffer(self) -> None:
+        """Take another buffer of this size, and free the memory of the old one, to which bytes may still come.
 
-        Bytes may still arrive.
+        Raises:
+            StoreFailed: the store does not work. This may be tried again.
         """
 
     @abstractmethod

@@ -8,10 +8,11 @@ that the client holds come in 10.
 What its calls return, as measured:
 
 - 0 of a put also means that somebody has begun to put this key, and so does not mean that it is there.
-- A client that was restarted, or stopped for longer than the master waits, answers -600 to a connection that it does
-  not know any more: that connection is lost.
+- A client that was restarted answers again by itself, within seconds. One that was stopped for longer than the master
+  waits knows a connection no more, and answers -600 until a buffer is registered.
 - A client that is stopped answers nothing. Calls return when it goes on, or after about 30 s.
-- To close holds the GIL for a second or two, or as long as the client is stopped. The buffer stays mapped all the same.
+- To close holds the GIL for a second or two, or as long as the client is stopped. So does the end of the process, for
+  each connection that is open: no more of them are opened than is needed. Buffers stay mapped all the same.
 - To connect holds the GIL: for 4.6 s if nothing listens, for 30 s if the client is stopped. So it is asked before.
 - -200 no room, -704 no such object, -706 somebody fetches it, -800 it could not be moved, -900 no master, or -1 of a
   look-up.
@@ -98,7 +99,7 @@ class MooncakeStore(ObjectStore):
         self._checked("remove", [self._native.remove(key, True) for key in keys])
 
     def close(self) -> bool:  # noqa: D102
-        self.free_buffer()
+        self._free_buffer()
         try:
             _check_answers(self._client)
         except StoreFailed:
@@ -106,7 +107,13 @@ class MooncakeStore(ObjectStore):
         self._native.close()
         return True
 
-    def free_buffer(self) -> None:  # noqa: D102
+    def renew_buffer(self) -> None:  # noqa: D102
+        _check_answers(self._client)
+        self._free_buffer()
+        if self._buffer.size:
+            self._share(self._buffer.size)
+
+    def _free_buffer(self) -> None:
         # What still comes late is written to new pages, which nobody reads.
         page = mmap.PAGESIZE
         begin, end = -(-self._buffer.address // page) * page, self._buffer.end // page * page
@@ -131,13 +138,13 @@ class MooncakeStore(ObjectStore):
     def _checked(self, what: str, codes: Sequence[int], *, may_come_late: bool = False) -> Sequence[int]:
         """Return the codes, unless one says that the store does not work.
 
-        ``may_come_late``: what has failed may still write to the buffer, which goes with its connection.
+        ``may_come_late``: what has failed may still write to the buffer.
         """
         broken = next((code for code in codes if code < 0 and code not in _OF_AN_OBJECT), 0)
         if broken:
             raise StoreFailed(
                 f"mooncake_client at {self._client}: a {what} ended with {broken}",
-                keeps_connection=broken in _OF_THE_MASTER and not may_come_late,
+                keeps_buffer=broken in _OF_THE_MASTER and not may_come_late,
             )
         return codes
 

@@ -15,8 +15,6 @@ logger = logging.getLogger(__name__)
 
 #: For how long a store that has failed is not called.
 RETRY_S = 10.0
-#: Connections that are left open after failures: each is a thread of the library's, and address space.
-_MOST_LEFT = 32
 _JOIN_S = 2.0
 
 T = TypeVar("T")
@@ -32,8 +30,8 @@ class _Job:
 class StoreThread:
     """Owns a connection to a store, and does one thing after the other with it.
 
-    The connection is opened for the first job, and anew after a failure. ``submit``, ``works`` and ``close`` never
-    block for the store.
+    The connection is opened for the first job; after a failure, its buffer is another. ``submit``, ``works`` and
+    ``close`` never block for the store.
     """
 
     def __init__(
@@ -45,8 +43,8 @@ class StoreThread:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._late_at: float | None = None  # when the job under way has taken too long
         self._closed_until = 0.0
-        self._store: ObjectStore | None = None  # of the thread, as are those that have failed
-        self._left: list[ObjectStore] = []
+        self._store: ObjectStore | None = None  # of the thread
+        self._is_spoiled = False  # bytes may still come to its buffer
         self._said: set[str] = set()  # how it has failed since it last worked
         self._ends = threading.Event()
         # A call that never returns must not keep the process.
@@ -105,8 +103,13 @@ class StoreThread:
     def _opened(self) -> ObjectStore:
         if self._store is None:
             self._store = self._open_store()
-            level = logging.DEBUG if self._said else logging.INFO
-            logger.log(level, "PDConnector: %s is connected to the pool", self._thread.name)
+        elif self._is_spoiled:
+            self._store.renew_buffer()
+        else:
+            return self._store
+        self._is_spoiled = False
+        level = logging.DEBUG if self._said else logging.INFO
+        logger.log(level, "PDConnector: %s is connected to the pool", self._thread.name)
         return self._store
 
     def _works_again(self) -> None:
@@ -115,33 +118,17 @@ class StoreThread:
             self._said.clear()
 
     def _fail(self, error: StoreFailed) -> None:
-        """Use the store no more, and no new one for a while: bytes may still come to its buffer."""
         self._closed_until = self._clock() + RETRY_S
         level = logging.DEBUG if str(error) in self._said else logging.WARNING  # it may be gone for weeks
         self._said.add(str(error))
         logger.log(level, "PDConnector: the pool is not used for %.0f s: %s", RETRY_S, error)
-        if not error.keeps_connection:
-            self._leave()
-
-    def _leave(self) -> None:
-        """Use the connection no more. To close it holds up the process, which computes: so only the oldest of many."""
-        if self._store is not None:
-            self._store.free_buffer()
-            self._left.append(self._store)
-            self._store = None
-        if len(self._left) > _MOST_LEFT:
-            self._close(self._left.pop(0))
+        if not error.keeps_buffer:
+            self._is_spoiled = True
 
     def _let_go(self) -> None:
-        store, self._store = self._store, None
-        if store is not None:
-            self._close(store)
-
-    def _close(self, store: ObjectStore) -> None:
+        """Close the connection. One that cannot be closed lives as long as this thread's owner."""
         try:
-            is_closed = store.close()
+            if self._store is not None and self._store.close():
+                self._store = None
         except Exception:
             logger.exception("PDConnector: a connection to the pool cannot be closed")
-            is_closed = False
-        if not is_closed:
-            self._left.append(store)

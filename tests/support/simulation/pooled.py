@@ -66,7 +66,7 @@ class SimulatedPool(ObjectStore, StoreThread):
     def remove(self, keys: Sequence[str]) -> None:
         raise NotImplementedError("workers are simulated")
 
-    def free_buffer(self) -> None:
+    def renew_buffer(self) -> None:
         """Workers are simulated."""
 
     def close(self) -> Any:

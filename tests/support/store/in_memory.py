@@ -14,11 +14,11 @@ class SharedObjects:
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
-        self.fails = self.keeps_connection = False
+        self.fails = self.keeps_buffer = False
         self.refuses: set[str] = set()  # keys that are not kept
         self.goes_on = threading.Event()  # cleared: calls do not return
         self.goes_on.set()
-        self.opened = self.freed = self.closed = 0
+        self.opened = self.renewed = self.closed = 0
         self.calls: list[tuple[str, int]] = []  # what was called, and with how many keys
 
 
@@ -63,8 +63,11 @@ class InMemoryStore(ObjectStore):
         for key in keys:
             self._shared.objects.pop(key, None)
 
-    def free_buffer(self) -> None:
-        self._shared.freed += 1
+    def renew_buffer(self) -> None:
+        if self._shared.fails:
+            raise StoreFailed("still nobody there")
+        self._shared.renewed += 1
+        self._memory = np.zeros(len(self._memory), np.uint8)
 
     def close(self) -> bool:
         self._shared.closed += 1
@@ -74,4 +77,4 @@ class InMemoryStore(ObjectStore):
         self._shared.calls.append((what, len(keys)))
         self._shared.goes_on.wait()
         if self._shared.fails:
-            raise StoreFailed("a test", keeps_connection=self._shared.keeps_connection)
+            raise StoreFailed("a test", keeps_buffer=self._shared.keeps_buffer)

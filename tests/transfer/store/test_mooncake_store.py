@@ -1,5 +1,6 @@
 """Mooncake Store as it is: a master and a client as processes, which are killed, stopped and started again."""
 
+import contextlib
 import ctypes
 import mmap
 import sys
@@ -49,10 +50,10 @@ def held(store: MooncakeStore, piece: Piece) -> bytes:
     return ctypes.string_at(store.buffer.address + piece.offset, piece.size)
 
 
-def shared_bytes(store: MooncakeStore) -> int:
+def shared_bytes(buffer: Region) -> int:
     """How much of a buffer is in memory, of this process and of the client's together."""
-    pages = (ctypes.c_ubyte * (store.buffer.size // mmap.PAGESIZE))()
-    address, size = ctypes.c_void_p(store.buffer.address), ctypes.c_size_t(store.buffer.size)
+    pages = (ctypes.c_ubyte * (buffer.size // mmap.PAGESIZE))()
+    address, size = ctypes.c_void_p(buffer.address), ctypes.c_size_t(buffer.size)
     assert ctypes.CDLL(None).mincore(address, size, pages) == 0
     return sum(page & 1 for page in pages) * mmap.PAGESIZE
 
@@ -156,15 +157,49 @@ class TestTrouble:
     def test_a_connection_that_is_let_go_keeps_no_memory(self, processes: MooncakeProcesses, is_killed: bool) -> None:
         store = until_it_works(processes)
         fill(store, Piece("all of it", 0, BUFFER), 1)
-        assert shared_bytes(store) == BUFFER
+        assert shared_bytes(store.buffer) == BUFFER
         if is_killed:
             processes.client.kill()
             processes.client.wait()
         assert store.close() == (not is_killed)
-        assert shared_bytes(store) == 0
+        assert shared_bytes(store.buffer) == 0
         if is_killed:
             processes.restart_client()
             until_it_works(processes).close()
+
+    def test_a_renewed_buffer_is_other_memory_and_the_old_is_freed(self, processes: MooncakeProcesses) -> None:
+        store, piece = until_it_works(processes), Piece("renewed", 0, 64)
+        old = store.buffer
+        fill(store, Piece("all of it", 0, BUFFER), 1)
+        store.renew_buffer()
+        assert store.buffer.size == BUFFER
+        assert store.buffer.address != old.address
+        assert shared_bytes(old) == 0
+        fill(store, piece, 2)
+        assert store.put([piece]) == [True]
+        fill(store, piece, 3)
+        assert store.get([piece]) == [True]
+        assert held(store, piece) == b"\2" * 64
+        store.close()
+
+    def test_a_connection_outlives_its_client(self, processes: MooncakeProcesses) -> None:
+        store, piece = until_it_works(processes), Piece("of the next client", 0, 64)
+        processes.client.kill()
+        processes.client.wait()
+        with pytest.raises(StoreFailed):
+            store.get([piece])
+        with pytest.raises(StoreFailed, match="no mooncake_client listens"):
+            store.renew_buffer()
+        processes.restart_client()
+
+        def works_again() -> bool:
+            with contextlib.suppress(StoreFailed):
+                store.renew_buffer()
+                return store.put([piece]) == [True] and store.get([piece]) == [True]
+            return False
+
+        until(works_again, within_s=30)
+        store.close()
 
     def test_a_master_that_was_killed_fails_calls_and_comes_back_empty(self, processes: MooncakeProcesses) -> None:
         store, piece = until_it_works(processes), Piece("lost with the master", 0, 64)
@@ -179,14 +214,14 @@ class TestTrouble:
         again.close()
 
     @pytest.mark.parametrize("call", ["get", "put"])
-    def test_what_may_still_be_written_to_goes_with_its_connection(self, call: str) -> None:
+    def test_what_may_still_be_written_to_is_not_kept(self, call: str) -> None:
         """-900 says that the master does not answer, or that the client has not in time."""
         store: Any = object.__new__(MooncakeStore)
         native = SimpleNamespace(batch_get_into=lambda *_: [-900], batch_put_from=lambda *_: [-900])
         store._native, store._buffer, store._client = native, Region(0, 64), Address("127.0.0.1", 1)
         with pytest.raises(StoreFailed) as failure:
             getattr(store, call)([Piece("k", 0, 64)])
-        assert failure.value.keeps_connection == (call == "put")
+        assert failure.value.keeps_buffer == (call == "put")
 
     def test_a_client_that_was_stopped_holds_up_nobody_and_goes_on(self, processes: MooncakeProcesses) -> None:
         until_it_works(processes).close()

@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Iterator
 from functools import partial
+from itertools import pairwise
 from unittest.mock import patch
 
 import pytest
@@ -14,7 +15,7 @@ import pytest
 from tests.support.store.in_memory import InMemoryStore, SharedObjects
 from tests.support.waiting import ManualClock, until
 from transfer.store.interface import ObjectStore, StoreFailed
-from transfer.store.store_thread import _MOST_LEFT, RETRY_S, StoreThread
+from transfer.store.store_thread import RETRY_S, StoreThread
 
 
 @pytest.fixture
@@ -64,47 +65,51 @@ def test_after_a_failure_the_store_is_left_alone_for_a_while(
     assert len(shared.calls) == calls
     clock.advance(RETRY_S)
     assert thread.submit(look, 1.0).result(10) == [False]
-    assert shared.opened == 2, "by a new connection"
+    assert (shared.opened, shared.renewed) == (1, 1), "with another buffer"
 
 
-def test_a_connection_that_cannot_be_closed_is_left_behind_and_the_thread_goes_on(
+def test_a_connection_that_cannot_be_closed_does_not_hold_up_the_end(
+    thread: StoreThread, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = thread.submit(lambda store: store, 1.0).result(10)
+    with patch.object(store, "close", side_effect=RuntimeError("of a library")):
+        thread.close()
+        thread.join()
+    assert "cannot be closed" in caplog.text
+
+
+def test_a_failure_of_the_master_alone_keeps_the_buffer(
     thread: StoreThread, shared: SharedObjects, clock: ManualClock
 ) -> None:
-    def fail(store: ObjectStore) -> None:
-        with patch.object(store, "close", side_effect=RuntimeError("of a library")):
-            thread._let_go()
-
-    thread.submit(fail, 1.0).result(10)
-    assert thread.submit(look, 1.0).result(10) == [False]
-    assert shared.opened == 2
-
-
-def test_a_failure_of_the_master_alone_keeps_the_connection(
-    thread: StoreThread, shared: SharedObjects, clock: ManualClock
-) -> None:
-    """To close one holds up the process, and would every few seconds for as long as there is no master."""
     thread.submit(look, 1.0).result(10)
-    shared.fails = shared.keeps_connection = True
+    shared.fails = shared.keeps_buffer = True
     with pytest.raises(StoreFailed):
         thread.submit(look, 1.0).result(10)
     shared.fails = False
     clock.advance(RETRY_S)
     assert thread.submit(look, 1.0).result(10) == [False]
-    assert (shared.opened, shared.closed) == (1, 0)
+    assert (shared.opened, shared.renewed) == (1, 0)
 
 
-def test_of_connections_that_have_failed_only_the_oldest_of_many_are_closed(
+def test_one_connection_outlives_all_failures_but_no_buffer_does(
     thread: StoreThread, shared: SharedObjects, clock: ManualClock
 ) -> None:
-    """To close one holds up the process; each that is left open is a thread."""
-    for _ in range(_MOST_LEFT + 2):
+    """Each that is open holds up the process's end. Bytes may still come to the buffer."""
+    buffers = []
+    for _ in range(3):
         shared.fails = False
+        buffers.append(thread.submit(lambda store: store.buffer.address, 1.0).result(10))
         thread.submit(look, 1.0).result(10)
         shared.fails = True
-        with pytest.raises(StoreFailed):
-            thread.submit(look, 1.0).result(10)
-        clock.advance(RETRY_S)
-    assert (shared.opened, shared.freed, shared.closed) == (_MOST_LEFT + 2, _MOST_LEFT + 2, 2)
+        for _ in range(2):  # the second time, no other buffer can be had
+            with pytest.raises(StoreFailed):
+                thread.submit(look, 1.0).result(10)
+            clock.advance(RETRY_S)
+    assert all(one != other for one, other in pairwise(buffers))
+    assert (shared.opened, shared.renewed) == (1, 2)
+    thread.close()
+    thread.join()
+    assert shared.closed == 1
 
 
 def test_a_store_that_cannot_be_opened_is_left_alone_too(thread: StoreThread, shared: SharedObjects) -> None:
