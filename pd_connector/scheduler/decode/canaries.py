@@ -51,7 +51,7 @@ _PATIENCE_S = 10.0
 #: How long nothing is pulled from an engine of which no canary could be pulled, before the next one tries.
 _RETRY_S = 10.0
 
-#: How many verdicts are remembered: more than there are prefill engines. The oldest is forgotten, and made again.
+#: How many verdicts are remembered: more than there are prefill engines. What was asked for longest ago is forgotten.
 _MAX_VERDICTS = 4096
 
 #: Failures of a canary's pull that say something of the prefill engine, and not of the request alone.
@@ -299,9 +299,11 @@ class Canaries(SchedulerRole):
 
     def update_stats(self, stats: StatsRecorder) -> None:
         """Record how canaries have ended, and how many engines are refused."""
+        may_differ = bool(self.counts) or not self._verdicts  # a verdict comes with a count; they may be thousands
         super().update_stats(stats)
-        refused = sum(verdict is not None and verdict.cause is Cause.CANARY for verdict in self._verdicts.values())
-        stats.gauge("peers_refused", refused)
+        if may_differ:
+            refused = sum(verdict is not None and verdict.cause is Cause.CANARY for verdict in self._verdicts.values())
+            stats.gauge("peers_refused", refused)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books balance."""
@@ -315,6 +317,7 @@ class Canaries(SchedulerRole):
     def _standing(self, key: _Key, now: float) -> Standing | Refused:
         if key in self._verdicts:
             verdict = self._verdicts[key]
+            self._verdicts.move_to_end(key)  # those of engines that have ended are forgotten first
             if verdict is None:
                 return Standing.PROVEN
             if now < verdict.until:

@@ -4,6 +4,7 @@ import itertools
 import logging
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -348,6 +349,8 @@ def test_an_engine_that_differs_is_refused_for_good_and_everybody_is_told(caplog
         assert refusal.cause is Cause.CANARY
         assert "1.28 times" in refusal.reason
     assert d.counted() == {"canaries:differs": 1, "peers_refused": 1}
+    with patch.object(type(d.canaries._verdicts), "values", side_effect=AssertionError("in every step")):
+        assert d.counted() == {}
     assert d.client.cancelled() == ["lease-of-second", "lease-of-third"]
 
 
@@ -491,5 +494,6 @@ def test_verdicts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     d = ProvingDecode()
     for name in ("a", "b", "c"):
         d.proves(d.add(name, engine=name))
+        assert d.canaries.look(d.add(f"beside {name}"), a_remote_of("a")) is Standing.PROVEN
     looks = [d.canaries.look(d.add(f"again {name}"), a_remote_of(name)) for name in ("a", "b", "c")]
-    assert looks == [Standing.UNTRIED, Standing.PROVEN, Standing.PROVEN]
+    assert looks == [Standing.PROVEN, Standing.UNTRIED, Standing.PROVEN], "what nobody asks for is forgotten"
