@@ -140,11 +140,11 @@ def test_one_failure_is_told_once_until_the_store_works_again(
     assert told() == ["pd-pool-test is connected to the pool"]
     shared.fails = True
     fail(3)
-    assert told() == ["the pool is not used for 10 s: a test", "the pool is not used for 10 s: nobody there"]
+    assert told() == ["the pool is not used for 10 s: a test", "the pool is not used for 10 s: still nobody there"]
     shared.fails = False
     thread.submit(look, 1.0).result(10)
     assert told() == ["pd-pool-test uses the pool again"]
-    shared.fails = shared.keeps_connection = True
+    shared.fails = shared.keeps_buffer = True
     fail(2)
     assert told() == ["the pool is not used for 10 s: a test"]
 
