@@ -217,7 +217,7 @@ def test_params_of_another_lora_adapter_are_refused(under_test: ConsumerUnderTes
     under_test.consumer.add(request)
     under_test.consumer.start_pull(request, BLOCKS, 69)
     (refusal,) = under_test.refusals()
-    assert "cannot be used for another" in refusal.reason
+    assert "belong to one request" in refusal.reason
 
 
 def test_a_request_without_params_of_a_prefill_is_not_touched(under_test: ConsumerUnderTest) -> None:
