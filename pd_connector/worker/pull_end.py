@@ -58,6 +58,7 @@ class PullEnd:
     #: Of what was ordered, the states that the prefill engine does not have: cache groups and entries of their tables.
     lacking_states: frozenset[tuple[int, int]] = frozenset()
     seconds: dict[str, float] = field(default_factory=dict)  # by phase
+    is_told: bool = False  # see ``PartEnd``
 
     @property
     def failure(self) -> str:

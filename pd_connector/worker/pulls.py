@@ -62,7 +62,7 @@ class Pulls(WorkerRole):
             self._forget_peers()
         for refusal in orders.refusals:
             self._outstanding.add(refusal.request_id)
-            self._refuse(refusal)
+            self._refuse(refusal, is_told=self._context.reader > 0)
         for pull in orders.pulls:
             self._submit(pull)
         return [order.request_id for order in orders.refusals] + [order.request_id for order in orders.pulls]
@@ -165,14 +165,14 @@ class Pulls(WorkerRole):
         self._retired += self._sessions.values()
         self._sessions.clear()
 
-    def _refuse(self, refusal: RefuseOrder) -> None:
-        """Report a pull as failed that does not begin."""
+    def _refuse(self, refusal: RefuseOrder, *, is_told: bool = False) -> None:
+        """Report a pull as failed that does not begin. ``is_told``: another rank is given the same, and logs it."""
         if self._context.trace is not None and refusal.traceparent:
             now = self._context.clock()
             self._context.trace(
                 PullTrace(refusal.request_id, refusal.traceparent, "", "", now, (), refusal.cause, refusal.reason)
             )
-        self._ended.put(PullEnd(refusal.request_id, refusal.cause, refusal.reason))
+        self._ended.put(PullEnd(refusal.request_id, refusal.cause, refusal.reason, is_told=is_told))
 
     def _session(self, order: PullOrder) -> PeerSession | None:
         """Return the session with an order's prefill engine, opened if need be; None if there are too many."""

@@ -294,7 +294,7 @@ class ConnectorWorker:
         for role in self._roles:
             for end in role.take_ends():
                 end.count(self._stats)
-                if end.failure:
+                if end.failure and not end.is_told:
                     logger.error("PDConnector: request %s: %s. %s", end.request_id, end.failure, self._failure_outcome)
                 self._arrivals.settle(end.request_id, failed=bool(end.failure))
 

@@ -22,6 +22,10 @@ class PartEnd(Protocol):
     def failure(self) -> str:
         """Why it failed, for people; empty if every byte is in place."""
 
+    @property
+    def is_told(self) -> bool:
+        """Whether another rank logs the same failure."""
+
     def count(self, stats: StatsRecorder) -> None:
         """Record it in the statistics."""
 

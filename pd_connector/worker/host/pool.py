@@ -84,6 +84,7 @@ class LoadEnd:
 
     request_id: str
     copied: CopyEnd
+    is_told: bool = False
 
     @property
     def failure(self) -> str:

@@ -265,6 +265,20 @@ def test_a_refusal_of_the_scheduler_half_is_reported_once_as_failed(site: Site, 
     assert decode.service.take_ends() == []
 
 
+def test_a_refusal_of_the_scheduler_half_is_logged_by_one_rank(site: Site, start_decode: Decode) -> None:
+    """There may be many ranks, and clients that send the same wrong params again and again."""
+    decode = start_decode(tp=2)
+    for service in decode.services:
+        service.execute(Orders(refusals=(RefuseOrder("r", Cause.PARAMS, "of another prompt"),)))
+    ends = decode.wait(2)["r"]
+    assert [(end.failure, end.is_told) for end in ends] == [("of another prompt", False), ("of another prompt", True)]
+    second = decode.services[1]
+    second._max_peers = 0
+    submit(second, an_order("other", site.prefill().prefill("other", THEIRS), OURS))
+    (end,) = second.take_ends()
+    assert (end.cause, end.is_told) == ("unreachable", False), "what is so on this rank alone"
+
+
 def test_a_second_settlement_is_never_reported(
     site: Site, start_decode: Decode, caplog: pytest.LogCaptureFixture
 ) -> None:

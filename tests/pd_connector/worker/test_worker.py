@@ -42,6 +42,7 @@ class Part:
 
     request_id: str
     failure: str = ""
+    is_told: bool = False
 
     def count(self, stats: StatsRecorder) -> None:
         stats.count("parts", label=self.request_id)
@@ -384,7 +385,7 @@ def test_one_failed_part_fails_the_request_and_the_log_says_what_becomes_of_it(
     worker.side.execute(Orders())
     host.ends = [Part("r", "the load of 3 blocks failed")]
     assert worker.side.take_results() == (set(), set())
-    pulls.ends = [Part("r")]
+    pulls.ends = [Part("r", "refused", is_told=True)]
     assert worker.side.take_results() == ({"r"}, {"r"})
     assert [record.message for record in caplog.records if record.levelno == logging.ERROR] == [
         f"PDConnector: request r: the load of 3 blocks failed. {what_now}"
