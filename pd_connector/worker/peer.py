@@ -19,6 +19,7 @@ from pd_connector.orders import Cause
 from pd_connector.recipe_keys import EngineSizes
 from pd_connector.traces import TracePull
 from pd_connector.worker.device_fence import RaiseFence, no_fence
+from pd_connector.worker.peer_watch import PeerWatch
 from pd_connector.worker.pull_end import MIN_ANSWER_S, PullFailed
 from pd_connector.worker.remote_reader import RemoteReader, for_each_rank
 from pd_connector.worker.same_host import SameHostLinks, TwoWayEngine
@@ -127,6 +128,7 @@ class Peer:
             for rank, host in enumerate(welcome.host_workers):
                 self._readable[rank] += host.regions
         self.regions = {rank: RegionTable(self._readable[rank]) for rank in plans}
+        self.watch = PeerWatch(context.client, context.pull_timeout_s, context.clock)  # for all lanes
         self._engine = context.engine
         self._allowed = context.allowed
         self._links: dict[int, Link] = {}

@@ -17,7 +17,6 @@ from pd_connector.traces import Lap, PullTrace
 from pd_connector.worker.followed_prompt import FOLLOW_WAIT_S, FollowedPrompt
 from pd_connector.worker.lease_checksums import Interrupted
 from pd_connector.worker.peer import Peer, PullContext
-from pd_connector.worker.peer_watch import PeerWatch
 from pd_connector.worker.pull_end import (
     MIN_ANSWER_S,
     PullEnd,
@@ -407,8 +406,8 @@ class Pull:
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("PDConnector: %s, prefill rank %d: %s", self.order.request_id, rank, schedule.describe())
         try:
-            with PeerWatch(context.client, self.order.remote, context.pull_timeout_s, context.clock) as given_up:
-                copying_s = reads.carry_out(link, schedule, self._deadline - context.clock(), given_up)
+            given_up = peer.watch.of_read(self.order.remote)
+            copying_s = reads.carry_out(link, schedule, self._deadline - context.clock(), given_up)
             in_place = context.clock()
             link.prove(max(self._deadline - context.clock(), MIN_ANSWER_S))
         except ValueError as error:

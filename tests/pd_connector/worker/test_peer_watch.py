@@ -24,22 +24,23 @@ REPLACED, FAILED = (
 
 
 class Watched:
-    """A watch of a read, which has asked once."""
+    """A watch of two reads, of which one has asked."""
 
     def __init__(self) -> None:
         self.clock, self.client = ManualClock(), RecordingClient()
-        self.watch = PeerWatch(self.client, REMOTE, 60.0, self.clock)
+        self.engine = PeerWatch(self.client, 60.0, self.clock)
+        self.watch, self.other = self.engine.of_read(REMOTE), self.engine.of_read(REMOTE)
         self.clock.advance(0.5)
-        assert self.watch() == ""
-        assert self.client.sent == [("10.0.0.5", 8998, Renew("engine-p", ()))]
+        assert self.watch() == self.other() == ""
+        assert self.client.sent == [("10.0.0.5", 8998, Renew("engine-p", ()))], "for both"
         assert self.client.timeouts == [60.0]
 
 
 def test_a_short_read_asks_nothing() -> None:
     clock, client = ManualClock(), RecordingClient()
-    with PeerWatch(client, REMOTE, 60.0, clock) as watch:
-        clock.advance(0.49)
-        assert watch() == ""
+    watch = PeerWatch(client, 60.0, clock).of_read(REMOTE)
+    clock.advance(0.49)
+    assert watch() == ""
     assert client.sent == []
 
 
@@ -61,7 +62,22 @@ def test_one_question_is_open_at_a_time_and_the_next_comes_half_a_second_after_i
 def test_a_read_from_an_engine_that_is_not_there_is_given_up(error: Exception) -> None:
     watched = Watched()
     watched.client.futures[0].set_exception(error)
-    assert watched.watch() == f"its engine was given up: {error}"
+    assert watched.watch() == watched.other() == watched.watch() == f"its engine was given up: {error}"
+    assert len(watched.client.sent) == 1
+
+
+def test_a_read_is_not_ended_by_the_answer_to_a_question_from_before_it() -> None:
+    """The engine may have come back; the question may have been asked for as long as an earlier read was to take."""
+    watched = Watched()
+    watched.clock.advance(1.0)
+    later = watched.engine.of_read(REMOTE)
+    watched.client.futures[0].set_exception(UNREACHABLE)
+    watched.clock.advance(0.5)
+    assert later() == ""
+    assert len(watched.client.sent) == 2, "it asks for itself"
+    assert watched.watch() != ""
+    watched.client.futures[1].set_exception(UNREACHABLE)
+    assert later() != ""
 
 
 @pytest.mark.parametrize("error", [TooManyPeers("256 peers"), FAILED], ids=["no room here", "a fault there"])
@@ -71,13 +87,6 @@ def test_what_does_not_say_that_the_engine_is_gone_ends_no_read(error: Exception
     watched.clock.advance(0.5)
     assert watched.watch() == ""
     assert len(watched.client.sent) == 2
-
-
-def test_a_question_without_an_answer_is_forgotten_with_the_read() -> None:
-    watched = Watched()
-    with watched.watch:
-        pass
-    assert watched.client.futures[0].cancelled()
 
 
 @pytest.mark.thorough
