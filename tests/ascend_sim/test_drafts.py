@@ -1,4 +1,4 @@
-"""Tokens that a layer with a cache of its own drafts (MTP): its rows are pulled with those of the model.
+"""Tokens that a layer with a cache of its own drafts (MTP, EAGLE-3): its rows are pulled with those of the model.
 
 D drafts as well for a prompt that it computes alone, so how much of that it accepts tells whether the rows are right.
 """
@@ -11,7 +11,12 @@ from typing import ClassVar, TypeAlias
 
 import pytest
 
-from tests.support.ascend.drafting_servers import NPU_DRAFTS, NPU_DRAFTS_BESIDE_STATES, NPU_DRAFTS_QUANTISED
+from tests.support.ascend.drafting_servers import (
+    NPU_DRAFTS,
+    NPU_DRAFTS_BESIDE_STATES,
+    NPU_DRAFTS_EAGLE3,
+    NPU_DRAFTS_QUANTISED,
+)
 from tests.support.ascend.paths import ascend_release
 from tests.support.ascend.servers import NPU_BLOCK_SIZE, STEP_TOKENS
 from tests.support.e2e.client import Completion
@@ -155,6 +160,22 @@ class TestIndexers(ConcurrentDrafting):
     @pytest.mark.parametrize("part", ["mla_latent", "mla_rope"])
     def test_spoilt_rows_cost_drafts(self, pair: Pair, part: str) -> None:
         """Of prompts as long as these, the indexer selects all tokens, whatever its keys."""
+        self.assert_spoilt_rows_cost_drafts(pair, part)
+
+
+@on(NPU_DRAFTS_EAGLE3)
+class TestEagle3(ConcurrentDrafting):
+    """A checkpoint of its own drafts, whose layer is numbered behind the model's.
+
+    Of some prompts that P computes on two ranks, D accepts one draft more or fewer than of the same alone.
+    """
+
+    spare = 1
+    layer = ".layers.4.self_attn.attn"
+
+    @pairs("P TP2")
+    @pytest.mark.parametrize("part", ["k", "v"])
+    def test_spoilt_rows_cost_drafts(self, pair: Pair, part: str) -> None:
         self.assert_spoilt_rows_cost_drafts(pair, part)
 
 

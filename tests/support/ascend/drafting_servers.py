@@ -9,8 +9,9 @@ from dataclasses import replace
 
 from tests.support.ascend.servers import LONGEST, NPU_STATE_BLOCK, on_npu, quantised, unverified
 from tests.support.e2e.architectures import Name
-from tests.support.e2e.cluster import ServerSpec
+from tests.support.e2e.cluster import MODEL_DIRECTORY, ServerSpec
 from tests.support.e2e.deployments import Deployment, peer, prefill
+from tests.support.e2e.draft_layers import EAGLE3
 from tests.support.e2e.models import ModelSpec
 
 #: vllm-ascend 0.30 reads the token behind a part of a prompt from memory that its next step overwrites, so that on a
@@ -24,14 +25,17 @@ def _also(spec: ServerSpec, *arguments: str) -> ServerSpec:
     return replace(spec, arguments=(*spec.arguments, *arguments))
 
 
-def _speculative(drafts: int) -> tuple[str, ...]:
+def _speculative(model: ModelSpec, drafts: int) -> tuple[str, ...]:
     """Arguments for so many drafts a step; none for 0."""
-    config = {"method": "mtp", "num_speculative_tokens": drafts}
+    method = {"method": "mtp"}
+    if model.drafts == "eagle3":
+        method = {"method": "eagle3", "model": f"{MODEL_DIRECTORY}/{EAGLE3}"}
+    config = {**method, "num_speculative_tokens": drafts}
     return ("--speculative-config", json.dumps(config)) if drafts else ()
 
 
 def _drafting(spec: ServerSpec, drafts: int) -> ServerSpec:
-    return unverified(on_npu(replace(spec, arguments=_speculative(drafts)), device_blocks=96))
+    return unverified(on_npu(replace(spec, arguments=_speculative(spec.model, drafts)), device_blocks=96))
 
 
 def _drafting_states(spec: ServerSpec, drafts: int) -> ServerSpec:
@@ -54,11 +58,11 @@ def _drafting_deployment(name: str, model: ModelSpec, drafting: Callable[[Server
 
 
 def _with_draft(architecture: Name) -> ModelSpec:
-    return ModelSpec(layers=3, architecture=architecture, drafts=True)
+    return ModelSpec(layers=3, architecture=architecture, drafts="mtp")
 
 
 def _drafting_quantised(spec: ServerSpec, drafts: int) -> ServerSpec:
-    return _also(quantised(spec), *_speculative(drafts))
+    return _also(quantised(spec), *_speculative(spec.model, drafts))
 
 
 #: Latent vectors and an indexer's keys.
@@ -66,6 +70,9 @@ NPU_DRAFTS = _drafting_deployment("drafts", _with_draft("deepseek_v32"), _drafti
 
 #: The same in int8.
 NPU_DRAFTS_QUANTISED = _drafting_deployment("drafts, quantised", _with_draft("glm_moe_dsa"), _drafting_quantised)
+
+#: Keys and values, by a checkpoint of its own (EAGLE-3).
+NPU_DRAFTS_EAGLE3 = _drafting_deployment("drafts, EAGLE-3", ModelSpec(architecture="llama", drafts="eagle3"), _drafting)
 
 #: Keys and values beside states of gated delta net, which are wider with more drafts.
 NPU_DRAFTS_BESIDE_STATES = _drafting_deployment(

@@ -15,6 +15,8 @@ _TOKENS = (
 )  # fmt: skip
 #: Those of them with which tokens are right that a layer of the model's own drafts (MTP): ``test_drafts``.
 _DRAFTS = (["I", "M"], ["I+s", "P"], ["G", "S"])
+#: Those of models for which a checkpoint of its own drafts (EAGLE-3), by keys and values of heads, on both sides.
+_DRAFTS_EAGLE3 = (["G"],)
 #: What the page of a recipe lacks, whichever the connector.
 _KEPT = "D: `mlapo_keep_prefill_weights`"
 _ALIKE = "D: `enable_prefill_mc2`"
@@ -54,8 +56,10 @@ def _cells(recipe: Recipe) -> str:
 
 def _drafts(recipe: Recipe) -> bool:
     """Whether servers gave right tokens with drafts like the recipe's."""
-    methods = [side.draft["method"] for side in (recipe.p, recipe.d) if side.draft]
-    return recipe.forms["P"] in _DRAFTS and bool(methods) and all(method.endswith("mtp") for method in methods)
+    methods = {str(side.draft.get("method", "")) for side in (recipe.p, recipe.d)}
+    if methods == {"eagle3"}:
+        return recipe.forms["P"] in _DRAFTS_EAGLE3
+    return recipe.forms["P"] in _DRAFTS and all(method.endswith("mtp") for method in methods)
 
 
 def _shape(side: RecipeSide) -> str:

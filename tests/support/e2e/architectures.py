@@ -4,8 +4,9 @@ Each keeps another kind of KV cache: keys and values of every head and token (Qw
 a window of it for the others (Gemma3), one latent vector a token for all heads (DeepSeek-V2), the same beside a key by
 which an indexer selects the tokens that are attended to (DeepSeek-V3.2 and GLM-5, which no CPU serves), keys and values
 beside such a key, which selects blocks (MiniMax-M3, neither), keys that are rotated by other factors in long contexts
-(Phi-3). Idefics3 is Llama that reads images, too; they can be prepared without torchvision. The weights are wide and
-the attention is sharp; ``models`` says why.
+(Phi-3). Llama keeps what Qwen3 does and normalises neither queries nor keys, as drafts of EAGLE-3 do not. Idefics3 is
+Llama that reads images, too; they can be prepared without torchvision. The weights are wide and the attention is sharp;
+``models`` says why.
 """
 
 import math
@@ -67,7 +68,7 @@ _IMAGE_MARKS = ("<fake_token_around_image>", "<global-img>", "<end_of_utterance>
 
 Name = Literal[
     "qwen3", "gemma3", "deepseek_v2", "deepseek_v32", "deepseek_v4", "deepseek_v41", "glm5_next", "glm_moe_dsa",
-    "minimax_m3", "phi3", "idefics3",
+    "llama", "minimax_m3", "phi3", "idefics3",
 ]  # fmt: skip
 Matrix = npt.NDArray[np.float32]
 #: By their names in a checkpoint: matrices, or what is quantised.
@@ -371,8 +372,14 @@ def _phi3_layer(draw: Draw, kv_heads: int) -> Weights:
     }
 
 
+_LLAMA = {"model_type": "llama", "head_dim": HEAD_SIZE, "hidden_act": "silu", "rope_theta": 10000.0}
+
+
+def _llama_config(layers: int, kv_heads: int) -> dict[str, object]:
+    return {"architectures": ["LlamaForCausalLM"], **_LLAMA}
+
+
 def _idefics3_config(layers: int, kv_heads: int) -> dict[str, object]:
-    text = {"model_type": "llama", "head_dim": HEAD_SIZE, "hidden_act": "silu", "rope_theta": 10000.0}
     vision = {
         "model_type": "idefics3_vision",
         "hidden_size": _VISION_HIDDEN,
@@ -388,13 +395,13 @@ def _idefics3_config(layers: int, kv_heads: int) -> dict[str, object]:
         "image_token_id": VOCABULARY - 1,
         "pad_token_id": None,
         "scale_factor": _PATCHES_A_TOKEN,
-        "text_config": shared_config(layers, kv_heads) | text,
+        "text_config": shared_config(layers, kv_heads) | _LLAMA,
         "vision_config": vision,
     }
 
 
-def _idefics3_layer(draw: Draw, kv_heads: int) -> Weights:
-    """A layer of Llama. Nothing normalises its queries: their weights make the attention sharp."""
+def _llama_layer(draw: Draw, kv_heads: int) -> Weights:
+    """Nothing normalises queries: their weights make the attention sharp."""
     projected = INITIALIZER_RANGE * math.sqrt(HIDDEN)
     attention = {name: weight for name, weight in _attention(draw, kv_heads, 1.0).items() if "norm" not in name}
     attention["self_attn.q_proj.weight"] *= np.float32(SHARPNESS / projected**2)
@@ -453,6 +460,7 @@ ARCHITECTURES: Mapping[Name, Architecture] = {
     "qwen3": Architecture(_qwen3_config, _qwen3_layer),
     "gemma3": Architecture(_gemma3_config, _gemma3_layer, plain_norm=0.0),
     "phi3": Architecture(_phi3_config, _phi3_layer),
+    "llama": Architecture(_llama_config, _llama_layer),
     # vLLM's other MLA backend, which it takes by itself where the CPU has AMX, knows bfloat16 only.
     "deepseek_v2": Architecture(
         _deepseek_v2_config, _deepseek_v2_layer, cpu_arguments=("--attention-backend", "CPU_MLA")
@@ -462,7 +470,7 @@ ARCHITECTURES: Mapping[Name, Architecture] = {
     "minimax_m3": Architecture(_minimax_m3_config, _minimax_m3_layer, plain_norm=0.0, own=_minimax_m3_indexer),
     "idefics3": Architecture(
         _idefics3_config,
-        _idefics3_layer,
+        _llama_layer,
         text_model="model.text_model",
         beside=_idefics3_vision,
         special_tokens=_IMAGE_MARKS,

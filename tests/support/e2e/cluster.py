@@ -46,6 +46,8 @@ _VARIABLES = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 _FORKED = "tests.support.e2e.forked_server"
+#: What stands in arguments for the directory of the model.
+MODEL_DIRECTORY = "$MODEL"
 #: Of a GPU that other servers use, too: vLLM does not start where less than this share is free.
 _SHARED_GPU = ("--gpu-memory-utilization", "0.02")
 
@@ -66,7 +68,7 @@ class ServerSpec:
     block_size: int = BLOCK_SIZE
     kv_cache_bytes: int = KV_CACHE_BYTES  # of the device, for each worker
     stages: tuple[int, ...] = ()  # of pipeline parallelism, by their layers; empty for one stage
-    arguments: tuple[str, ...] = ()  # more of vLLM's own
+    arguments: tuple[str, ...] = ()  # more of vLLM's own, with ``MODEL_DIRECTORY`` for that of the model
     variables: tuple[tuple[str, str], ...] = ()  # of the environment
     options: tuple[tuple[str, object], ...] = ()
     secret: str = ""  # of the control channel; empty for none
@@ -133,7 +135,7 @@ class ServerSpec:
             *(self.model.cpu_arguments if self.platform == "cpu" else ()),
             *(_SHARED_GPU if self.platform == "cuda" else ()),
             *self.model.adapter_arguments(model),
-            *self.arguments,
+            *(argument.replace(MODEL_DIRECTORY, str(model)) for argument in self.arguments),
             *("--kv-transfer-config", json.dumps(connector)),
         ]
 

@@ -5,9 +5,22 @@ the model makes most of what it says, and a copy of that layer drafts: from near
 of its own. Its drafts are right often, not always.
 """
 
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
 import numpy as np
+from safetensors.numpy import save_file
 
 from tests.support.e2e.architectures import HIDDEN, INITIALIZER_RANGE, SHARPNESS, Matrix, Weights
+
+#: Where the directory of a model has a checkpoint that drafts for it by EAGLE-3.
+EAGLE3 = "eagle3"
+#: After which layers such a draft sees the model's hidden states.
+_STATES = (1, 2, 3)
+#: With which it scales what it passes on to its next step, so that it hardly matters there.
+_FAINT = np.float32(1e-3)
+_INPUTS = tuple(f"self_attn.{name}_proj.weight" for name in "qkv")
 
 #: What the other layers add, of what random weights would.
 _OTHER_LAYERS = 0.15
@@ -35,6 +48,27 @@ def add_qwen3_5_draft(weights: Weights) -> None:
         "fc.weight": _embeddings_only(),
     }
     weights |= {f"mtp.{name}": weight.copy() for name, weight in draft.items()}
+
+
+def add_eagle3_draft(directory: Path, weights: Weights, config: Mapping[str, object]) -> None:
+    """Write a checkpoint of one layer that drafts by EAGLE-3 for Llama with these ``weights``: a copy of the first.
+
+    It sees embeddings, which are the model's, and none of the model's hidden states, to which such a layer adds what it
+    computes. So it lacks the embedding that the model's own layer adds to, which is small.
+    """
+    layer, norm = _emphasise_first(weights), np.ones(HIDDEN, np.float32)
+    for name in _INPUTS:
+        layer[name] = np.hstack((layer[name], np.zeros_like(layer[name])))
+    draft = {f"midlayer.{name}": weight.copy() for name, weight in layer.items()} | {
+        "midlayer.hidden_norm.weight": norm,
+        "fc.weight": np.zeros((HIDDEN, len(_STATES) * HIDDEN), np.float32),
+        "norm.weight": norm * _FAINT,
+        "lm_head.weight": weights["lm_head.weight"].copy(),
+    }
+    own = {"num_hidden_layers": 1, "norm_output": True, "eagle_aux_hidden_state_layer_ids": _STATES}
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps({**config, **own}))
+    save_file(draft, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def _emphasise_first(weights: Weights) -> Weights:

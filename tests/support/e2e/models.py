@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -28,7 +29,7 @@ from tests.support.e2e.architectures import (
     shared_config,
 )
 from tests.support.e2e.compressed_model import COMPRESSED_MODEL, V41_MODEL
-from tests.support.e2e.draft_layers import add_deepseek_draft
+from tests.support.e2e.draft_layers import EAGLE3, add_deepseek_draft, add_eagle3_draft
 from tests.support.e2e.glm5_next import GLM5_NEXT
 from tests.support.e2e.hybrids import write_hybrid
 
@@ -50,7 +51,8 @@ class ModelSpec:
     architecture: Name = "qwen3"
     adapters: tuple[str, ...] = ()  # LoRA adapters, by name; other names are other weights
     hybrid: str = ""  # one of ``hybrids.CONFIGS`` in the place of an architecture
-    drafts: bool = False  # has a layer that drafts, as DeepSeek's models do
+    #: Has a layer that drafts: as DeepSeek's models do ("mtp"), or in a checkpoint of its own in ``EAGLE3``.
+    drafts: Literal["", "mtp", "eagle3"] = ""
 
     @property
     def name(self) -> str:
@@ -61,7 +63,7 @@ class ModelSpec:
                 f"{self.layers}layers",
                 f"{self.kv_heads}heads",
                 f"seed{self.seed}",
-                *(("drafts",) if self.drafts else ()),
+                *((self.drafts,) if self.drafts else ()),
                 *self.adapters,
             )
         )
@@ -102,9 +104,12 @@ def write_model(directory: Path, spec: ModelSpec, environment: Mapping[str, str]
         return directory
     architecture = _ARCHITECTURES[spec.architecture]
     config = shared_config(spec.layers, spec.kv_heads) | architecture.config(spec.layers, spec.kv_heads)
-    drafts = {"num_nextn_predict_layers": 1} if spec.drafts else {}
+    drafts = {"num_nextn_predict_layers": 1} if spec.drafts == "mtp" else {}
+    weights = _weights(spec)
+    if spec.drafts == "eagle3":
+        add_eagle3_draft(directory / EAGLE3, weights, config)
     (directory / "config.json").write_text(json.dumps(config | drafts))
-    save_file(_weights(spec), directory / "model.safetensors", metadata={"format": "pt"})
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     for name, contents in architecture.files.items():
         (directory / name).write_text(json.dumps(contents))
     _write_tokenizer(directory, architecture.special_tokens)
@@ -130,7 +135,7 @@ def _weights(spec: ModelSpec) -> Weights:
         layer = architecture.layer(draw, spec.kv_heads) | architecture.own(draw, index, spec.kv_heads)
         weights |= {f"{text}.layers.{index}.{name}": weight for name, weight in layer.items()}
     weights |= architecture.beside(draw)
-    if spec.drafts:
+    if spec.drafts == "mtp":
         add_deepseek_draft(weights, spec.layers)
     return weights
 
