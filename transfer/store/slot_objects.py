@@ -5,7 +5,7 @@ bytes (GMAC). Its key is the object's own: a keyed BLAKE3 of the deployment's se
 Without the secret nobody can make one that is accepted, under another key neither. So what a stranger wrote, what is
 torn and what another version wrote is the same: no object.
 
-All of it is in host memory. Copies and codes release the GIL. On one thread, GMAC is twice as fast as BLAKE3.
+All of it is in host memory. Copies and codes release the GIL. Of 192 KiB, GMAC takes half of the time of BLAKE3.
 """
 
 import ctypes
