@@ -15,6 +15,7 @@ from tests.support.ascend.drafting_servers import (
     NPU_DRAFTS,
     NPU_DRAFTS_BESIDE_STATES,
     NPU_DRAFTS_EAGLE3,
+    NPU_DRAFTS_EAGLE3_MLA,
     NPU_DRAFTS_QUANTISED,
 )
 from tests.support.ascend.paths import ascend_release
@@ -29,6 +30,8 @@ from tests.support.e2e.pair import Pair, assert_same_output, end_lease, make_pro
 pytestmark = pytest.mark.skipif(ascend_release() == "0.23", reason="vllm-ascend 0.23 calls other operators for it")
 
 ANSWER = 24
+#: What two runs may differ by in a logprob, of a model whose prompts are computed in bfloat16.
+BFLOAT16_TOLERANCE = 0.05
 
 
 def pairs(*prefill: str) -> pytest.MarkDecorator:
@@ -63,6 +66,9 @@ class Drafting:
     layer: ClassVar[str] = ".layers.3.self_attn.attn"  # which drafts: the end of its name
     spare: ClassVar[int] = 0  # by how many accepted drafts two answers may differ
 
+    def assert_same(self, a: Completion, b: Completion) -> None:
+        assert_same_output(a, b)
+
     def reference(self, server: Server, prompt: list[int]) -> Reference:
         with drafts_of(server) as drafts:
             completion = server.client.compute(prompt, ANSWER)
@@ -70,9 +76,12 @@ class Drafting:
 
     def assert_right(self, completion: Completion, drafts: Drafts, reference: Reference) -> None:
         prompt, expected, alone = reference
-        assert_same_output(completion, expected)
+        self.assert_same(completion, expected)
         assert abs(drafts.accepted - alone.accepted) <= self.spare_of(prompt)
         assert alone.accepted > ANSWER // 4
+
+    def assert_cost(self, drafts: Drafts, alone: Drafts, prompt: list[int]) -> None:
+        assert drafts.accepted < alone.accepted - self.spare_of(prompt)
 
     def spare_of(self, prompt: list[int]) -> int:
         """P computes long prompts in parts; vllm-ascend 0.30 makes a draft's last row of each of a wrong token."""
@@ -92,7 +101,7 @@ class Drafting:
         self.assert_as_without_drafts(completion, servers["P without"], prompt)
 
     def assert_as_without_drafts(self, completion: Completion, server: Server, prompt: list[int]) -> None:
-        assert_same_output(completion, server.client.compute(prompt, ANSWER))
+        self.assert_same(completion, server.client.compute(prompt, ANSWER))
 
     @pairs("P TP2")
     def test_a_second_turn_drafts_the_same_behind_what_was_drafted(self, pair: Pair) -> None:
@@ -124,8 +133,8 @@ class Drafting:
         spoil_numbers(pair.prefill, params, part, self.layer)
         with drafts_of(pair.decode) as drafts:
             completion = pair.decode_leg(prompt, params, ANSWER)
-        assert_same_output(completion, expected)
-        assert drafts.accepted < alone.accepted - self.spare_of(prompt)
+        self.assert_same(completion, expected)
+        self.assert_cost(drafts, alone, prompt)
 
     @pairs("P without")
     def test_without_drafts_on_the_prefill_server_fewer_are_accepted(self, pair: Pair) -> None:
@@ -135,8 +144,8 @@ class Drafting:
         )
         with drafts_of(pair.decode) as drafts:
             _, completion = pair.assert_pulls_all(prompt, ANSWER)
-        assert_same_output(completion, expected)
-        assert drafts.accepted < alone.accepted - self.spare_of(prompt)
+        self.assert_same(completion, expected)
+        self.assert_cost(drafts, alone, prompt)
 
 
 class ConcurrentDrafting(Drafting):
@@ -149,7 +158,7 @@ class ConcurrentDrafting(Drafting):
         with drafts_of(pair.decode) as drafts, ThreadPoolExecutor(len(prompts)) as clients:
             completions = list(clients.map(lambda each: pair.disaggregate(each[0], ANSWER), references))
         for completion, (_, expected, _) in zip(completions, references, strict=True):
-            assert_same_output(completion, expected)
+            self.assert_same(completion, expected)
         difference = drafts.accepted - sum(alone.accepted for _, _, alone in references)
         assert abs(difference) <= sum(map(self.spare_of, prompts))
 
@@ -163,8 +172,7 @@ class TestIndexers(ConcurrentDrafting):
         self.assert_spoilt_rows_cost_drafts(pair, part)
 
 
-@on(NPU_DRAFTS_EAGLE3)
-class TestEagle3(ConcurrentDrafting):
+class ByEagle3(ConcurrentDrafting):
     """A checkpoint of its own drafts, whose layer is numbered behind the model's.
 
     Of some prompts that P computes on two ranks, D accepts one draft more or fewer than of the same alone.
@@ -173,21 +181,17 @@ class TestEagle3(ConcurrentDrafting):
     spare = 1
     layer = ".layers.4.self_attn.attn"
 
+
+@on(NPU_DRAFTS_EAGLE3)
+class TestEagle3(ByEagle3):
     @pairs("P TP2")
     @pytest.mark.parametrize("part", ["k", "v"])
     def test_spoilt_rows_cost_drafts(self, pair: Pair, part: str) -> None:
         self.assert_spoilt_rows_cost_drafts(pair, part)
 
 
-@on(NPU_DRAFTS_QUANTISED)
-class TestQuantised(Drafting):
-    """Latent vectors in int8, where each reference has computed the last token of the prompt in a step that follows.
-
-    So has D of a pulled prompt, and the numbers have the same bits; but the reference had drafts in that step, and its
-    other steps are other ones, too.
-    """
-
-    spare = 4
+class LastTokenAlone(Drafting):
+    """Each reference has computed the last token of the prompt in a step that follows, as D has of a pulled prompt."""
 
     def reference(self, server: Server, prompt: list[int]) -> Reference:
         with drafts_of(server) as drafts:
@@ -197,6 +201,37 @@ class TestQuantised(Drafting):
     def assert_as_without_drafts(self, completion: Completion, server: Server, prompt: list[int]) -> None:
         """The same tokens: numbers in bfloat16 depend on how many tokens a step has."""
         assert completion.tokens == server.client.compute(prompt[:-1], 1 + ANSWER).tokens[1:]
+
+
+@on(NPU_DRAFTS_EAGLE3_MLA)
+class TestEagle3BesideLatentVectors(LastTokenAlone, ByEagle3):
+    """vllm-ascend computes the model's prompts in bfloat16, and tokens that follow in its own type."""
+
+    spare = 4
+
+    def assert_same(self, a: Completion, b: Completion) -> None:
+        assert a.tokens == b.tokens
+        assert a.logprob_difference(b) < BFLOAT16_TOLERANCE
+
+    def assert_cost(self, drafts: Drafts, alone: Drafts, prompt: list[int]) -> None:
+        """Of some prompts, few are accepted at best."""
+        assert 2 * drafts.accepted < alone.accepted
+
+    @pairs("P TP2")
+    @pytest.mark.parametrize("part", ["v"])
+    def test_spoilt_rows_cost_drafts(self, pair: Pair, part: str) -> None:
+        """The draft's queries have zeros where a number of its keys would be spoilt."""
+        self.assert_spoilt_rows_cost_drafts(pair, part)
+
+
+@on(NPU_DRAFTS_QUANTISED)
+class TestQuantised(LastTokenAlone):
+    """Latent vectors in int8. The numbers have the same bits as the reference's.
+
+    But the reference had drafts in the step of the last token, and its other steps are other ones, too.
+    """
+
+    spare = 4
 
     @pairs("P TP2")
     @pytest.mark.parametrize("part", ["mla_scale"])

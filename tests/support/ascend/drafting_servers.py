@@ -74,6 +74,13 @@ NPU_DRAFTS_QUANTISED = _drafting_deployment("drafts, quantised", _with_draft("gl
 #: Keys and values, by a checkpoint of its own (EAGLE-3).
 NPU_DRAFTS_EAGLE3 = _drafting_deployment("drafts, EAGLE-3", ModelSpec(architecture="llama", drafts="eagle3"), _drafting)
 
+#: The same beside latent vectors of the model.
+NPU_DRAFTS_EAGLE3_MLA = _drafting_deployment(
+    "drafts, EAGLE-3 beside MLA",
+    ModelSpec(architecture="deepseek_v2", drafts="eagle3"),
+    lambda spec, drafts: replace(_drafting(spec, drafts), kv_cache_bytes=192 << 20),
+)
+
 #: Keys and values beside states of gated delta net, which are wider with more drafts.
 NPU_DRAFTS_BESIDE_STATES = _drafting_deployment(
     "drafts beside states", ModelSpec(hybrid="qwen3_5_mtp"), _drafting_states

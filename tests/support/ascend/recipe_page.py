@@ -16,7 +16,7 @@ _TOKENS = (
 #: Those of them with which tokens are right that a layer of the model's own drafts (MTP): ``test_drafts``.
 _DRAFTS = (["I", "M"], ["I+s", "P"], ["G", "S"])
 #: Those of models for which a checkpoint of its own drafts (EAGLE-3), by keys and values of heads, on both sides.
-_DRAFTS_EAGLE3 = (["G"],)
+_DRAFTS_EAGLE3 = (["G"], ["M"])
 #: What the page of a recipe lacks, whichever the connector.
 _KEPT = "D: `mlapo_keep_prefill_weights`"
 _ALIKE = "D: `enable_prefill_mc2`"

@@ -6,13 +6,27 @@ of its own. Its drafts are right often, not always.
 """
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from safetensors.numpy import save_file
 
-from tests.support.e2e.architectures import HIDDEN, INITIALIZER_RANGE, SHARPNESS, Matrix, Weights
+from tests.support.e2e.architectures import (
+    HEADS,
+    HIDDEN,
+    INITIALIZER_RANGE,
+    LATENT_RANK,
+    NOPE_SIZE,
+    ROPE_SIZE,
+    SHARPNESS,
+    VALUE_SIZE,
+    Matrix,
+    Weights,
+)
 
 #: Where the directory of a model has a checkpoint that drafts for it by EAGLE-3.
 EAGLE3 = "eagle3"
@@ -21,6 +35,11 @@ _STATES = (1, 2, 3)
 #: With which it scales what it passes on to its next step, so that it hardly matters there.
 _FAINT = np.float32(1e-3)
 _INPUTS = tuple(f"self_attn.{name}_proj.weight" for name in "qkv")
+#: The size of its heads where the model has latent vectors, of which the second half of each half hardly rotates.
+_WIDE = 256
+_UNTURNED = {"rope_type": "default", "rope_theta": 1e16}
+#: By which YaRN's scaling makes queries and keys longer.
+_MSCALE = 1 + 0.1 * math.log(2)
 
 #: What the other layers add, of what random weights would.
 _OTHER_LAYERS = 0.15
@@ -51,12 +70,16 @@ def add_qwen3_5_draft(weights: Weights) -> None:
 
 
 def add_eagle3_draft(directory: Path, weights: Weights, config: Mapping[str, object]) -> None:
-    """Write a checkpoint of one layer that drafts by EAGLE-3 for Llama with these ``weights``: a copy of the first.
+    """Write a checkpoint of one layer that drafts by EAGLE-3 for the model with ``weights``: a copy of the first.
 
-    It sees embeddings, which are the model's, and none of the model's hidden states, to which such a layer adds what it
-    computes. So it lacks the embedding that the model's own layer adds to, which is small.
+    It is one of Llama's, as most of these are. It sees embeddings, which are the model's, and none of the model's
+    hidden states, to which such a layer adds what it computes. So it lacks the embedding that the model's own layer
+    adds to, which is small.
     """
     layer, norm = _emphasise_first(weights), np.ones(HIDDEN, np.float32)
+    own: dict[str, object] = {}
+    if "kv_lora_rank" in config:
+        layer, own = _by_head(layer), {"num_key_value_heads": HEADS, "head_dim": _WIDE, "rope_parameters": _UNTURNED}
     for name in _INPUTS:
         layer[name] = np.hstack((layer[name], np.zeros_like(layer[name])))
     draft = {f"midlayer.{name}": weight.copy() for name, weight in layer.items()} | {
@@ -65,10 +88,39 @@ def add_eagle3_draft(directory: Path, weights: Weights, config: Mapping[str, obj
         "norm.weight": norm * _FAINT,
         "lm_head.weight": weights["lm_head.weight"].copy(),
     }
-    own = {"num_hidden_layers": 1, "norm_output": True, "eagle_aux_hidden_state_layer_ids": _STATES}
+    own |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1, "norm_output": True}
     directory.mkdir()
-    (directory / "config.json").write_text(json.dumps({**config, **own}))
+    (directory / "config.json").write_text(json.dumps({**config, **own, "eagle_aux_hidden_state_layer_ids": _STATES}))
     save_file(draft, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def _by_head(layer: Weights) -> Weights:
+    """Return a layer with keys and values by head for one with latent vectors, whose norm hardly changes them.
+
+    The latter loses the part of its keys that is rotated. The others stand where the former hardly rotates anything:
+    in the second half of each half.
+    """
+    latent = layer.pop("self_attn.kv_a_proj_with_mqa.weight")
+    latent[LATENT_RANK:] = 0
+    size = np.float32(INITIALIZER_RANGE * math.sqrt(HIDDEN))
+    both = layer.pop("self_attn.kv_b_proj.weight").reshape(HEADS, -1, LATENT_RANK) @ latent[:LATENT_RANK] / size
+    queries = layer["self_attn.q_proj.weight"].reshape(HEADS, NOPE_SIZE + ROPE_SIZE, HIDDEN)[:, :NOPE_SIZE]
+    queries = queries * (_MSCALE**2 * math.sqrt(_WIDE / (NOPE_SIZE + ROPE_SIZE)))
+    outputs = layer["self_attn.o_proj.weight"].reshape(HIDDEN, HEADS, VALUE_SIZE)
+    del layer["self_attn.kv_a_layernorm.weight"]
+
+    def unturned(rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        halves = rows.reshape(HEADS, 2, NOPE_SIZE // 2, HIDDEN)
+        return np.pad(halves, ((0, 0), (0, 0), ((_WIDE - NOPE_SIZE) // 2, 0), (0, 0))).reshape(-1, HIDDEN)
+
+    wider = (0, _WIDE - VALUE_SIZE)
+    made = {
+        "self_attn.q_proj.weight": unturned(queries),
+        "self_attn.k_proj.weight": unturned(both[:, :NOPE_SIZE]),
+        "self_attn.v_proj.weight": np.pad(both[:, NOPE_SIZE:], ((0, 0), wider, (0, 0))).reshape(-1, HIDDEN),
+        "self_attn.o_proj.weight": np.pad(outputs, ((0, 0), (0, 0), wider)).reshape(HIDDEN, -1),
+    }
+    return layer | {name: weight.astype(np.float32) for name, weight in made.items()}
 
 
 def _emphasise_first(weights: Weights) -> Weights:
