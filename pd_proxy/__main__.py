@@ -95,7 +95,7 @@ def listener(server: Server, backlog: int) -> socket.socket:
     except (OSError, OverflowError, ValueError) as error:  # ValueError: the system has no such sockets
         sys.exit(f"cannot listen on {Address(server.host, server.port)}: {error}; name another --host or --port")
     probe(listening)  # and so all whom it accepts: a client that has vanished would stay for ever
-    logger.info("Uvicorn running on http://%s", Address(server.host, listening.getsockname()[1]))
+    logger.info("listening on http://%s", Address(server.host, listening.getsockname()[1]))
     return listening
 
 

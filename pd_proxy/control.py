@@ -24,7 +24,7 @@ _ONE_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Of a control channel."""
+    """A host and a port, as they are written together."""
 
     host: str
     port: int
