@@ -99,7 +99,7 @@ lint: $(STAMPS)/installed
 types: $(STAMPS)/installed
 	@$(BIN)/mypy
 
-test: lint $(if $(ARGS),types)  ## lint, types and all tests but those marked slow (test-all runs these): about 16 minutes
+test: lint $(if $(ARGS),types)  ## lint, types and all tests but those marked slow (test-all runs these): about 15 minutes
 ifdef ARGS
 	@$(BIN)/python -m pytest $(BY_FOUR) -m 'not e2e and not slow' $(ARGS) || $(OTHERS_CHOSEN)
 else
