@@ -30,15 +30,6 @@ _NAMES = {Leg.PREFILL: "prefiller", Leg.DECODE: "decoder"}
 _DEFAULT_HOST = "localhost"
 _DEFAULT_PORTS = {Leg.PREFILL: 8100, Leg.DECODE: 8200}
 
-#: How long a client's idle connection stays open: longer than most load balancers keep theirs, some for ten minutes.
-#: They answer 502 where they send a request while it is being closed here.
-_KEEP_ALIVE_S = 620
-
-#: The parser of requests, whatever else is installed. httptools loses the body of a request that offers another
-#: protocol (``Upgrade: h2c``), as Java's HttpClient does in each, and sends chunks to clients of HTTP/1.0.
-_PARSER = "h11"
-_MOST_HEADER_BYTES = 1 << 16
-
 
 @dataclass(frozen=True, slots=True)
 class Server:
@@ -61,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = uvicorn_config(app, server)
     running = uvicorn.Server(config)
     with suppress(KeyboardInterrupt):
-        running.run([listener(server, config.backlog)])
+        running.run(listeners(server, config.backlog))
     if not running.started:
         sys.exit(1)
 
@@ -70,32 +61,38 @@ def uvicorn_config(app: Starlette, server: Server) -> uvicorn.Config:
     """How uvicorn serves the proxy."""
     return uvicorn.Config(
         app,
-        http=_PARSER,
-        h11_max_incomplete_event_size=_MOST_HEADER_BYTES,
+        # Whatever else is installed: httptools loses the body of a request that offers another protocol (``Upgrade:
+        # h2c``), as Java's HttpClient does in each, and sends chunks to clients of HTTP/1.0.
+        http="h11",
+        h11_max_incomplete_event_size=1 << 16,  # bytes of a head
         lifespan="on",
         access_log=False,
         log_config=None,
         server_header=False,
         proxy_headers=False,
-        timeout_keep_alive=_KEEP_ALIVE_S,
+        # Of a client's idle connection: longer than most load balancers keep theirs, some for ten minutes. They answer
+        # 502 where they send a request while it is being closed here.
+        timeout_keep_alive=620,
         timeout_graceful_shutdown=server.shutdown_timeout_s,
     )
 
 
-def listener(server: Server, backlog: int) -> socket.socket:
-    """Return the socket to listen on; ends the process if there can be none.
+def listeners(server: Server, backlog: int) -> list[socket.socket]:
+    """Return a socket for each address to listen on; ends the process if one of them cannot be had.
 
-    Of ``::``, it takes IPv4 connections too, as those of vLLM's servers do. uvicorn's own would take IPv6 only.
+    Of ``::``, it takes IPv4 connections too, as that of vLLM's servers does. uvicorn's own would take IPv6 only.
     """
-    family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
     try:
-        listening = socket.create_server(
-            (server.host, server.port), family=family, backlog=backlog, dualstack_ipv6=server.host == "::"
-        )
+        found = socket.getaddrinfo(server.host, server.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        listening = [
+            socket.create_server(address, family=family, backlog=backlog, dualstack_ipv6=address[0] == "::")
+            for family, _, _, _, address in found
+        ]
     except (OSError, OverflowError, ValueError) as error:  # ValueError: the system has no such sockets
         sys.exit(f"cannot listen on {Address(server.host, server.port)}: {error}; name another --host or --port")
-    probe(listening)  # and so all whom it accepts: a client that has vanished would stay for ever
-    logger.info("listening on http://%s", Address(server.host, listening.getsockname()[1]))
+    for each in listening:
+        probe(each)  # and so all whom it accepts: a client that has vanished would stay for ever
+        logger.info("listening on http://%s", Address(server.host, each.getsockname()[1]))
     return listening
 
 

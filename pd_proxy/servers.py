@@ -12,6 +12,7 @@ import asyncio
 import errno
 import json
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -169,8 +170,9 @@ class Servers:
             LegFailed: it could not be reached, or gave no answer.
         """
         server.last_chosen = time.monotonic()
-        if server.skip_until:  # one request finds out whether it is back, and no other waits for that
-            server.skip_until = server.last_chosen + self._skip_s
+        finds_out = 0 < server.skip_until < math.inf  # whether it is back: no other request waits for that
+        if finds_out:
+            server.skip_until = math.inf
         server.in_flight += 1
         try:
             response = await self._send(server, method, path, headers, content)
@@ -181,6 +183,8 @@ class Servers:
                 response.close()  # the connection too, if the answer is not whole
         finally:
             server.in_flight -= 1
+            if finds_out and server.skip_until == math.inf:  # it has not
+                server.skip_until = time.monotonic() + self._skip_s
 
     async def healthy(self, timeout_s: float) -> dict[str, bool]:
         """Of every server's URL, whether its ``/health`` answers 200 within ``timeout_s`` seconds."""

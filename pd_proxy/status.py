@@ -4,6 +4,7 @@ import asyncio
 import base64
 import hashlib
 import json
+import math
 import re
 import time
 import uuid
@@ -115,7 +116,7 @@ def _state_of(server: Server) -> str:
         return "unknown"
     if not server.skip_until:
         return "serves"
-    return "refused" if server.skip_until > time.monotonic() else "unsure"
+    return "refused" if time.monotonic() < server.skip_until < math.inf else "unsure"
 
 
 class _Events(StreamingResponse):

@@ -6,11 +6,13 @@ import re
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 
 import pytest
-from numba.core.caching import FunctionCache
+from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.dispatcher import Dispatcher
 
 import tests.support
@@ -150,6 +152,24 @@ def test_tests_on_pairs_share_the_servers_of_a_deployment(tmp_path: Path) -> Non
 def test_garbage_is_collected_among_what_came_after_the_imports_only() -> None:
     assert gc.isenabled()
     assert gc.get_freeze_count() > 0
+
+
+def test_two_processes_that_keep_what_they_have_compiled_keep_both(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    read_index = IndexDataCacheFile._load_index
+
+    def slow(self: IndexDataCacheFile) -> object:
+        found = read_index(self)
+        time.sleep(0.1)
+        return found
+
+    monkeypatch.setattr(IndexDataCacheFile, "_load_index", slow)
+    files = [IndexDataCacheFile(str(tmp_path), "f", (0, 0)) for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        for saved in [pool.submit(file.save, key, key) for file, key in zip(files, "ab", strict=True)]:
+            saved.result()
+    assert [files[0].load(key) for key in "ab"] == ["a", "b"]
 
 
 def test_loops_that_numba_compiles_are_kept_for_the_next_process() -> None:

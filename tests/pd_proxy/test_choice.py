@@ -62,6 +62,9 @@ def test_one_request_finds_out_whether_a_server_that_refused_is_back(
     time.sleep(1.1)  # from now on it may be asked, and it has fewer in flight than the other one
     clients += [RawClient.completing(proxy, REQUEST) for _ in range(3)]
     until(lambda: len(p.received) + len(back.received) == 7)
+    time.sleep(1.1)  # it has not answered yet
+    clients += [RawClient.completing(proxy, REQUEST) for _ in range(2)]
+    until(lambda: len(p.received) + len(back.received) == 9)
     assert len(back.received) == 1
     for client in clients:
         client.leave()

@@ -7,12 +7,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import httpx
 import pytest
 import uvicorn
 
 import pd_proxy.__main__
+from pd_proxy.__main__ import Server, listeners
 from tests.support.examples.fake_servers import FakeServer, Received, Wire, opened, stalls
 from tests.support.examples.harness import ProxyProcess, RawClient
 from tests.support.sources import ROOT
@@ -121,6 +123,22 @@ def test_all_addresses_of_ipv6_are_those_of_ipv4_too(p: FakeServer, d: FakeServe
         for host in ("127.0.0.1", "[::1]"):
             url = f"http://{host}:{process.address[1]}/healthcheck"
             assert httpx.get(url, trust_env=False).json()["status"] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("addresses", "dual"), [(["::1"], [False]), (["127.0.0.1", "::1"], [False]), (["::"], [True])], ids=str
+)
+def test_all_addresses_of_a_name_are_listened_on(
+    monkeypatch: pytest.MonkeyPatch, addresses: list[str], dual: list[bool]
+) -> None:
+    families = {True: socket.AF_INET6, False: socket.AF_INET}
+    found = [(families[":" in address], socket.SOCK_STREAM, 0, "", (address, 0)) for address in addresses]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    with ExitStack() as stack:
+        listening = [stack.enter_context(each) for each in listeners(Server("a-name", 0), 5)]
+        assert [each.getsockname()[0] for each in listening] == addresses
+        sixth = [each for each in listening if each.family == socket.AF_INET6]
+        assert [not each.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY) for each in sixth] == dual
 
 
 def test_a_port_that_is_taken_is_explained(p: FakeServer, d: FakeServer) -> None:

@@ -1,10 +1,13 @@
 """What numba compiles is kept on disk for all processes of the tests, until a source of it changes."""
 
+import fcntl
 import hashlib
 import importlib
 import os
 import shutil
+from contextlib import suppress
 from functools import partial
+from typing import Any
 
 from tests.support.sources import ROOT
 
@@ -25,16 +28,36 @@ def keep_compiled() -> None:
     files = sorted(file for package in ("layout", "transfer/copies") for file in (ROOT / package).rglob("*.py"))
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
     directory = ROOT / ".cache" / "kernels" / digest
-    directory.mkdir(parents=True, exist_ok=True)
+    with suppress(OSError):  # of a checkout that cannot be written
+        directory.mkdir(parents=True, exist_ok=True)
+    if not directory.is_dir():
+        return
     for other in directory.parent.iterdir():
         if other != directory:
             shutil.rmtree(other, ignore_errors=True)
     os.environ["NUMBA_CACHE_DIR"] = str(directory)
     import numba  # noqa: PLC0415  reads the variable
 
+    _one_process_at_a_time()
     njit, numba.njit = numba.njit, partial(numba.njit, cache=True)
     try:
         for module in MODULES:
             importlib.import_module(module)
     finally:
         numba.njit = njit
+
+
+def _one_process_at_a_time() -> None:
+    """numba reads an index, chooses a file by it and writes both: two processes could choose the same file."""
+    from numba.core.caching import IndexDataCacheFile  # noqa: PLC0415
+
+    def locked(plain: Any) -> Any:
+        def call(self: Any, *arguments: Any) -> Any:
+            with (ROOT / ".cache" / "kernels.lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                return plain(self, *arguments)
+
+        return call
+
+    for name in ("load", "save"):
+        setattr(IndexDataCacheFile, name, locked(getattr(IndexDataCacheFile, name)))

@@ -14,7 +14,7 @@ import uvicorn
 import uvicorn.server
 
 from pd_proxy import Settings, create_app
-from pd_proxy.__main__ import Server, listener, uvicorn_config
+from pd_proxy.__main__ import Server, listeners, uvicorn_config
 from tests.support.examples.fake_servers import FakeServer, Script
 from tests.support.examples.harness import FakeServers, probed_after
 from tests.support.waiting import until
@@ -40,7 +40,7 @@ class Proxy:
     """The proxy, served by uvicorn in a thread."""
 
     def __init__(self, settings: Settings, port: int = 0) -> None:
-        self._socket = listener(Server(port=port), 2048)
+        (self._socket,) = listeners(Server(port=port), 2048)
         self.address: tuple[str, int] = self._socket.getsockname()
         self.url = f"http://127.0.0.1:{self.address[1]}"
         self._server = _QuickServer(uvicorn_config(create_app(settings), Server(shutdown_timeout_s=1)))
