@@ -108,11 +108,6 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._worker_side is not None, "called on the scheduler side"
         return self._worker_side
 
-    @property
-    def supports_divergent_local_hybrid_hits(self) -> bool:
-        """Whether vLLM is to ask for what lies behind all that its attention layers hold, of which it lacks a state."""
-        return self._scheduler_side is not None and self._scheduler_side.completes_prefixes
-
     def shutdown(self) -> None:
         """Stop all transfers and threads of this process."""
         for side in (self._scheduler_side, self._worker_side):

@@ -182,18 +182,6 @@ class ConnectorScheduler:
         self._engine.find()
         watch_model(self.model_changed, self._prompts.loaded)
 
-    @property
-    def completes_prefixes(self) -> bool:
-        """Whether a prefix without its state is of use: a pull of what lies behind it brings the last state.
-
-        Not beside host memory and peers, whose prefixes go on from a state and end with one, nor with windows, of which
-        vLLM would take what it has: what lies between that and the pull would be missing.
-        """
-        keeping = [kept for kept in self._retentions if not kept.states]
-        is_plain = len(keeping) == 1 and not (keeping[0].window or keeping[0].chunk)
-        others_bring = self._config.cpu_bytes_to_use > 0 or self._config.peers is not None
-        return self._consumer is not None and is_plain and not others_bring
-
     def set_workers(self, handshakes: Mapping[WorkerRanks, WorkerHandshake]) -> None:
         """Take the workers' handshakes that vLLM passes on: at start, and when the engine wakes from sleep.
 

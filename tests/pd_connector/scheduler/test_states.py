@@ -33,19 +33,15 @@ def pull(
     drafts: str = "",
     tokens: int = TOKENS,
     outputs: int = OUTPUTS,
-    keeps_all: bool = True,
     **settings: Any,
 ) -> EngineSim:
     """The engine that has pulled and decoded a prompt of ``tokens``.
 
-    ``drafts``: which of "P" and "D" do; ``keeps_all``: all states at borders, not only the last one of a prompt, which
-    is vLLM's default; ``settings``: of D.
+    ``drafts``: which of "P" and "D" do; ``settings``: of D.
     """
     prefill = EngineSim(world, "kv_producer", 40, states=mode, stated=DRAFTS if "P" in drafts else {})
     stated = DRAFTS if "D" in drafts else {}
     decode = EngineSim(world, "kv_consumer", 40, states=decodes_in or mode, stated=stated, **settings)
-    for engine in () if keeps_all else (prefill, decode):
-        engine.scheduler.kv_cache_manager.coordinator.retention_interval = 0
     prompt = list(range(tokens))
     if at_once:
         decode.ask_by_name(ClientRequest("r", prompt, outputs), prefill)
@@ -154,54 +150,6 @@ def test_of_the_borders_that_are_tried_the_one_that_the_other_side_keeps_is_foun
     decode.ask(ClientRequest("longer", [*range(TOKENS), *[OUTPUT_TOKEN] * 20, *range(20)], 1))
     world.run(10.0)
     assert decode.computed_of["longer-d"] == TOKENS + 40 - BORDER
-
-
-@pytest.mark.parametrize("at_once", [False, True])
-def test_the_next_turn_pulls_no_keys_that_were_decoded(world: World, at_once: bool) -> None:
-    """Though no state behind them is kept. What is computed here goes on from the last border of the prompt."""
-    outputs = 3 * BLOCK
-    decode = pull(world, "align", at_once=at_once, outputs=outputs, keeps_all=False)
-    (prefill,) = (engine for engine in world.engines.values() if engine is not decode)
-    turn = [*range(TOKENS), *[OUTPUT_TOKEN] * outputs, *range(20)]
-    known = (TOKENS + outputs - 1) // BLOCK * BLOCK
-    prefill.ask(ClientRequest("next", turn, OUTPUTS, decode))
-    world.run(10.0)
-    assert decode.worker.pulled["next-d"] == range(known, len(turn) - 1)
-    assert decode.computed_of["next-d"] == OUTPUTS
-    turn = [*turn[:-20], *range(1, 31)]
-    decode.ask(ClientRequest("alone", turn, 1))
-    world.run(10.0)
-    assert decode.computed_of["alone-d"] == len(turn) - BORDER
-
-
-def test_a_pull_that_fails_leaves_no_keys_without_a_state(world: World) -> None:
-    decode = pull(world, "align", at_once=False, outputs=3 * BLOCK, keeps_all=False)
-    (prefill,) = (engine for engine in world.engines.values() if engine is not decode)
-    turn = [*range(TOKENS), *[OUTPUT_TOKEN] * 3 * BLOCK, *range(20)]
-    prefill.ask(ClientRequest("next", turn, OUTPUTS, decode))
-    while not decode.pulling:
-        world.step()
-    prefill.is_cut = True
-    world.run(100.0)
-    assert decode.counts["pulls failed"] == 1
-    assert decode.computed_of["next-d"] == len(turn) - BORDER + OUTPUTS - 1
-
-
-@pytest.mark.parametrize(
-    ("role", "settings", "completes"),
-    [
-        ("kv_consumer", {}, True),
-        ("kv_both", {}, True),
-        ("kv_producer", {}, False),
-        ("kv_consumer", {"slots": 60}, False),
-        ("kv_consumer", {"peers": ["127.0.0.1:1"]}, False),
-    ],
-)
-def test_a_prefix_without_its_state_is_of_use_if_nothing_but_a_pull_goes_on_from_it(
-    world: World, role: str, settings: dict[str, Any], completes: bool
-) -> None:
-    connector = EngineSim(world, role, 40, states="align", **settings).scheduler.connector
-    assert connector.supports_divergent_local_hybrid_hits is completes
 
 
 def test_the_states_of_those_borders_land_in_host_memory_as_well(world: World) -> None:
