@@ -180,15 +180,18 @@ class Pulls(WorkerRole):
         if peer not in self._sessions:
             self._close_idle_sessions(self._peer_idle_s)
             if self._is_full(peer.host):
-                self._make_room(None if len(self._sessions) >= self._max_peers else peer.host)
+                self._make_room(peer.host if self._unmet(peer.host) >= MOST_UNMET else None)
             if self._is_full(peer.host):
                 return None
             self._sessions[peer] = self._open_session(self._context, self._ended.put, peer)
         return self._sessions[peer]
 
     def _is_full(self, host: str) -> bool:
-        unmet = sum(each.host == host and not session.has_met for each, session in self._sessions.items())
-        return len(self._sessions) >= self._max_peers or unmet >= MOST_UNMET
+        return len(self._sessions) >= self._max_peers or self._unmet(host) >= MOST_UNMET
+
+    def _unmet(self, host: str) -> int:
+        """Return how many sessions with a host have met nobody."""
+        return sum(each.host == host and not session.has_met for each, session in self._sessions.items())
 
     def _make_room(self, host: str | None) -> None:
         """Close one idle session: the one used longest ago of those that have met nobody, if there are any.

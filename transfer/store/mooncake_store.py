@@ -99,7 +99,7 @@ class MooncakeStore(ObjectStore):
         self._checked("remove", [self._native.remove(key, True) for key in keys])
 
     def close(self) -> bool:  # noqa: D102
-        self._free_buffer()
+        _free(self._buffer)
         try:
             _check_answers(self._client)
         except StoreFailed:
@@ -109,22 +109,16 @@ class MooncakeStore(ObjectStore):
 
     def renew_buffer(self) -> None:  # noqa: D102
         _check_answers(self._client)
-        self._free_buffer()
+        _free(self._buffer)
         if self._buffer.size:
             self._share(self._buffer.size)
-
-    def _free_buffer(self) -> None:
-        # What still comes late is written to new pages, which nobody reads.
-        page = mmap.PAGESIZE
-        begin, end = -(-self._buffer.address // page) * page, self._buffer.end // page * page
-        if end > begin:  # if it is refused, they are freed when this process ends
-            ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_REMOVE)
 
     def _share(self, size: int) -> None:
         address = self._native.alloc_from_mem_pool(size)
         if not address:
             raise StoreFailed(f"mooncake_client at {self._client} shares no {size} bytes of memory with this process")
         if code := self._native.register_buffer(address, size):
+            _free(Region(address, size))
             raise StoreFailed(f"mooncake_client at {self._client} refuses a buffer of {size} bytes ({code})")
         self._buffer = Region(address, size)
 
@@ -147,6 +141,14 @@ class MooncakeStore(ObjectStore):
                 keeps_buffer=broken in _OF_THE_MASTER and not may_come_late,
             )
         return codes
+
+
+def _free(shared: Region) -> None:
+    """Free the pages of shared memory. What still comes late is written to new ones, which nobody reads."""
+    page = mmap.PAGESIZE
+    begin, end = -(-shared.address // page) * page, shared.end // page * page
+    if end > begin:  # if it is refused, they are freed when this process ends
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_REMOVE)
 
 
 def _check_answers(client: Address) -> None:

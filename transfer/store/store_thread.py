@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 #: For how long a store that has failed is not called.
 RETRY_S = 10.0
 _JOIN_S = 2.0
+#: Buffers of a connection. The client keeps each until the connection is closed, which holds up this process.
+_MOST_RENEWALS = 32
 
 T = TypeVar("T")
 
@@ -45,6 +47,7 @@ class StoreThread:
         self._closed_until = 0.0
         self._store: ObjectStore | None = None  # of the thread
         self._is_spoiled = False  # bytes may still come to its buffer
+        self._renewals = 0
         self._said: set[str] = set()  # how it has failed since it last worked
         self._ends = threading.Event()
         # A call that never returns must not keep the process.
@@ -101,10 +104,13 @@ class StoreThread:
         self._let_go()
 
     def _opened(self) -> ObjectStore:
+        if self._is_spoiled and self._renewals >= _MOST_RENEWALS:
+            self._let_go()
         if self._store is None:
-            self._store = self._open_store()
+            self._store, self._renewals = self._open_store(), 0
         elif self._is_spoiled:
             self._store.renew_buffer()
+            self._renewals += 1
         else:
             return self._store
         self._is_spoiled = False

@@ -213,6 +213,18 @@ class TestTrouble:
         assert again.get([piece]) == [False]
         again.close()
 
+    def test_memory_that_the_client_refuses_is_freed(self) -> None:
+        """It is resident, and would be allocated again at each attempt."""
+        with mmap.mmap(-1, 4 * mmap.PAGESIZE) as memory:
+            memory.write(b"x" * len(memory))
+            address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+            store: Any = object.__new__(MooncakeStore)
+            store._native = SimpleNamespace(alloc_from_mem_pool=lambda _: address, register_buffer=lambda *_: -1)
+            store._client = Address("127.0.0.1", 1)
+            with pytest.raises(StoreFailed, match="refuses a buffer"):
+                store._share(len(memory))
+            assert memory[:] == bytes(len(memory))
+
     @pytest.mark.parametrize("call", ["get", "put"])
     def test_what_may_still_be_written_to_is_not_kept(self, call: str) -> None:
         """-900 says that the master does not answer, or that the client has not in time."""

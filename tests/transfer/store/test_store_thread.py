@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.store.in_memory import InMemoryStore, SharedObjects
 from tests.support.waiting import ManualClock, until
+from transfer.store import store_thread
 from transfer.store.interface import ObjectStore, StoreFailed
 from transfer.store.store_thread import RETRY_S, StoreThread
 
@@ -110,6 +111,21 @@ def test_one_connection_outlives_all_failures_but_no_buffer_does(
     thread.close()
     thread.join()
     assert shared.closed == 1
+
+
+def test_after_many_buffers_the_connection_is_another(
+    thread: StoreThread, shared: SharedObjects, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client keeps all buffers of a connection that is open."""
+    monkeypatch.setattr(store_thread, "_MOST_RENEWALS", 2)
+    for _ in range(4):
+        shared.fails = False
+        thread.submit(look, 1.0).result(10)
+        shared.fails = True
+        with pytest.raises(StoreFailed):
+            thread.submit(look, 1.0).result(10)
+        clock.advance(RETRY_S)
+    assert (shared.opened, shared.renewed, shared.closed) == (2, 2, 1)
 
 
 def test_a_store_that_cannot_be_opened_is_left_alone_too(thread: StoreThread, shared: SharedObjects) -> None:
