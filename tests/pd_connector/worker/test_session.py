@@ -4,14 +4,20 @@ What a pull does is scripted here; real ones are in ``test_pull`` and ``test_pee
 """
 
 import logging
+import time
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from pd_connector.orders import Cause
+from pd_connector.worker import pulls
 from pd_connector.worker.lease_checksums import Interrupted
 from pd_connector.worker.pull_end import PullFailed
+from pd_connector.worker.pulls import Pulls
 from pd_connector.worker.quarantine import LostPull
+from tests.support.connector.engines import OURS, THEIRS, Site, an_order
 from tests.support.connector.scripted_pulls import ScriptedPull, ScriptedSession, raising, scripted_session
 from tests.support.waiting import WAIT_S, holds_for, until
 
@@ -152,3 +158,21 @@ def test_a_session_was_used_last_when_a_pull_was_submitted_last(world: ScriptedS
     world.session.last_used = -1.0
     world.submit("a")
     assert world.session.last_used > 0.0
+
+
+def test_room_for_an_engine_is_made_at_its_host_if_that_has_too_many(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or there would be none after it."""
+    monkeypatch.setattr(pulls, "MOST_UNMET", 2)
+    (worker,), remote = site.decode(), site.prefill().prefill("r", THEIRS)
+
+    def idle(*_: object) -> Any:
+        return SimpleNamespace(idle=True, has_met=False, last_used=time.monotonic(), close=lambda: None)
+
+    service = Pulls(worker.context(), 600.0, max_peers=3, open_session=idle)
+    for host, port in (("127.0.0.1", 1), ("127.0.0.2", 1), ("127.0.0.2", 2), ("127.0.0.2", 3)):
+        assert service._session(an_order("r", remote, OURS, remote_host=host, remote_port=port)) is not None
+    assert [(peer.host, peer.port) for peer in service._sessions] == [
+        ("127.0.0.1", 1), ("127.0.0.2", 2), ("127.0.0.2", 3),
+    ]  # fmt: skip
