@@ -214,8 +214,8 @@ class TestEagle3BesideLatentVectors(LastTokenAlone, ByEagle3):
         assert a.logprob_difference(b) < BFLOAT16_TOLERANCE
 
     def assert_cost(self, drafts: Drafts, alone: Drafts, prompt: list[int]) -> None:
-        """Of some prompts, few are accepted at best."""
-        assert 2 * drafts.accepted < alone.accepted
+        """Of some prompts, few are accepted at best: of as many drafts, less than half."""
+        assert 2 * drafts.accepted * alone.drafted < alone.accepted * drafts.drafted
 
     @pairs("P TP2")
     @pytest.mark.parametrize("part", ["v"])
