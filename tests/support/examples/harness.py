@@ -200,4 +200,4 @@ class ProxyProcess:
         self._lines.extend(iter(stderr.readline, ""))
 
     def _listening(self) -> re.Match[str] | None:
-        return re.search(r"listening on (http://\[?([\d.:]+?)\]?:(\d+))", self.log)
+        return re.search(r"(?:running|listening) on (http://\[?([\d.:]+?)\]?:(\d+))", self.log)
