@@ -2,6 +2,7 @@
 
 import ast
 import gc
+import os
 import re
 import subprocess
 import sys
@@ -16,10 +17,10 @@ from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.dispatcher import Dispatcher
 
 import tests.support
+from tests.support import kernels
 from tests.support.e2e.cluster import Cluster
 from tests.support.e2e.deployments import FAULTS, OTHER_MODELS, Deployment
 from tests.support.e2e.fixtures import start_all
-from tests.support.kernels import MODULES
 from tests.support.process import free_ports
 from tests.support.sources import modules, source_file
 from tests.support.waiting import ManualClock, holds_for, until
@@ -172,11 +173,21 @@ def test_two_processes_that_keep_what_they_have_compiled_keep_both(
     assert [files[0].load(key) for key in "ab"] == ["a", "b"]
 
 
+def test_nothing_is_kept_where_nothing_can_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(kernels, "ROOT", tmp_path / "file")
+    before = os.environ["NUMBA_CACHE_DIR"]
+    kernels.keep_compiled()
+    assert os.environ["NUMBA_CACHE_DIR"] == before
+
+
 def test_loops_that_numba_compiles_are_kept_for_the_next_process() -> None:
     texts = {name: source_file(name).read_text() for package in ("layout", "transfer") for name in modules(package)}
     compiling = {name for name, text in texts.items() if "from numba import" in text}
-    assert compiling - {"transfer.copies.reshape.reshape_kernel"} == set(MODULES)
-    loops = [loop for name in MODULES for loop in vars(import_module(name)).values() if isinstance(loop, Dispatcher)]
+    assert compiling - {"transfer.copies.reshape.reshape_kernel"} == set(kernels.MODULES)
+    loops = [
+        loop for name in kernels.MODULES for loop in vars(import_module(name)).values() if isinstance(loop, Dispatcher)
+    ]
     assert len(loops) >= 10
     for loop in loops:
         assert isinstance(loop._cache, FunctionCache), f"{loop} is compiled again in each process"

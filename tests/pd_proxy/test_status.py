@@ -249,6 +249,15 @@ def test_what_a_server_last_did_is_its_state(setup: ProxySetup, p: FakeServer, d
     assert states(proxy) == ["unknown", "unknown", "unknown"]
     proxy.complete()
     assert states(proxy) == ["refused", "serves", "serves"]
+    proxy = setup.proxy([closed_port], [d], skip_s=60, status_page=True)
+    proxy.complete()
+    assert states(proxy) == ["refused", "unknown"]
+    computing = setup.server(stalls, port=int(closed_port.rsplit(":", 1)[1]))
+    client = RawClient.completing(proxy, b'{"prompt": "a"}')
+    computing.wait()
+    assert states(proxy)[0] == "unsure"
+    client.leave()
+    setup.stop(computing)
     proxy = setup.proxy([closed_port], [d], skip_s=1e-9, status_page=True)  # it may be back at once
     proxy.complete()
     assert states(proxy) == ["unsure", "unknown"]

@@ -30,7 +30,7 @@ def keep_compiled() -> None:
     directory = ROOT / ".cache" / "kernels" / digest
     with suppress(OSError):  # of a checkout that cannot be written
         directory.mkdir(parents=True, exist_ok=True)
-    if not directory.is_dir():
+    if not os.access(directory, os.W_OK):
         return
     for other in directory.parent.iterdir():
         if other != directory:
