@@ -27,7 +27,7 @@ RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("layout", ("transfer", "pd_connector", "pd_proxy", "examples", "benchmarks", "tests"), ()),
     ("transfer", ("pd_connector", "pd_proxy", "examples", "benchmarks", "tests"), ()),
     ("pd_connector", ("pd_proxy", "examples", "benchmarks", "tests"), ()),
-    ("pd_proxy", ("layout", "transfer", "pd_connector", "examples", "benchmarks", "tests"), ()),
+    ("pd_proxy", ("layout", "transfer", "pd_connector", "vllm", "examples", "benchmarks", "tests"), ()),
     ("examples", ("layout", "transfer", "pd_connector", "pd_proxy", "benchmarks", "tests"), ()),
     ("benchmarks", ("pd_proxy", "tests"), ()),
     # Nothing but vLLM's room and its face knows vLLM.

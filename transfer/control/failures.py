@@ -27,17 +27,12 @@ class TooManyPeers(ControlError):  # noqa: N818
 class PeerUnreachable(ControlError):  # noqa: N818
     """No answer came in time. Whether the peer acted on the request is unknown.
 
-    Attributes: ``host``, ``port``, ``request_type`` (e.g. "renew"), ``tried_s`` seconds, and ``attempts``, which counts
-    how often the request was sent over a connection; 0 if no connection could be made.
+    ``attempts``: how often the request was sent over a connection; 0 if no connection could be made.
     """
 
     def __init__(
         self, *, host: str, port: int, request_type: str, tried_s: float, attempts: int, reason: str = ""
     ) -> None:
-        self.host = host
-        self.port = port
-        self.request_type = request_type
-        self.tried_s = tried_s
         self.attempts = attempts
         if not reason and attempts:
             reason = "it was sent over a connection but never answered: the engine may be stopped or overloaded"
@@ -55,9 +50,6 @@ class PeerRefused(ControlError):  # noqa: N818
     """The peer answered with an error. ``code`` says which, ``reason`` is the peer's own text."""
 
     def __init__(self, *, host: str, port: int, request_type: str, code: str, reason: str) -> None:
-        self.host = host
-        self.port = port
-        self.request_type = request_type
         self.code = code
         self.reason = reason
         super().__init__(f"{Address(host, port)} refused {request_type!r}: {code}: {reason}")

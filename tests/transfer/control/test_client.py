@@ -153,11 +153,9 @@ def test_a_bad_address_fails_the_future(client: ControlClient, host: str, port: 
 
 def test_a_closed_port_is_unreachable_and_says_so(client: ControlClient) -> None:
     port = free_port()
-    with pytest.raises(PeerUnreachable, match=rf"127\.0\.0\.1:{port}.*'hello'.*no connection could be made") as caught:
+    told = rf"127\.0\.0\.1:{port} did not answer 'hello' in [0-4]\.\d\d s, sent 0 times: no connection could be made"
+    with pytest.raises(PeerUnreachable, match=told):
         client.request(HERE, port, HELLO, 0.2).result(5)
-    failure = caught.value
-    assert (failure.host, failure.port, failure.request_type, failure.attempts) == (HERE, port, "hello", 0)
-    assert 0.2 <= caught.value.tried_s < 5
 
 
 def test_a_peer_that_never_answers_is_asked_several_times(impatient: ControlClient) -> None:
