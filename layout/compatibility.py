@@ -20,7 +20,7 @@ UNEQUAL_TOTALS = (
 )
 
 #: Fields of an identity that are not simply equal or not.
-_COMPARED_APART = frozenset({"numbers", "scales_on_the_fly", "draft_digest"})
+_COMPARED_APART = frozenset({"numbers", "draft_digest"})
 _MAX_TOLD = 8  # differences in a message: every layer of a model may have one
 
 _HINTS = {
@@ -56,12 +56,6 @@ _RING_ROWS = (
     "num_speculative_tokens in --speculative-config, and with the same --block-size"
 )
 
-_ON_THE_FLY = (
-    "finds the scales of its quantised KV cache on the fly (--calculate-kv-scales), by the first prompt that it "
-    "computes, so that no two engines have the same. Serve a checkpoint that has scales, or start both engines without "
-    "the option"
-)
-
 
 def check_models(local: ModelIdentity, remote: ModelIdentity) -> None:
     """Raise unless both engines compute the same keys and values, as far as their identities tell.
@@ -85,9 +79,6 @@ def check_models(local: ModelIdentity, remote: ModelIdentity) -> None:
         raise IncompatibleCachesError(
             f"the remote engine's model differs: {told}{more}" + (f" ({hints})" if hints else "")
         )
-    for side, identity in (("this engine", local), ("the remote engine", remote)):
-        if identity.scales_on_the_fly:
-            raise IncompatibleCachesError(f"{side} {_ON_THE_FLY}")
 
 
 def check_transports(local: WorkerGeometry, remotes: Iterable[WorkerGeometry]) -> None:

@@ -180,7 +180,5 @@ class ModelIdentity:
     head_size: int  # items
     model_dtype: str
     cache_dtype: str
-    #: Whether the scales of a quantised cache are found on the fly, by the first prompt that an engine computes.
-    scales_on_the_fly: bool = False
     numbers: tuple[LayerNumbers, ...] = ()  # read off the loaded model; of the worker's own layers on a worker
     draft_digest: str = ""  # of the weights that draft, if they have files of their own. The draft may be another one

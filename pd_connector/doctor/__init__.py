@@ -8,7 +8,7 @@
     findings    what a check says, and the report of many
     software    versions, and whether they fit each other
     machine     address, port, devices and memory of this machine
-    npu         CANN, copies and attention operators of this machine's first NPU
+    npu         CANN, and copies of this machine's first NPU
     listener    what ``--listen`` is: leases over noise, by the prefill side's own classes
     http        the two questions to a server's HTTP port
     peer_check  the checks of a P, which is pulled from by the decode side's own workers

@@ -1,7 +1,7 @@
 """What this machine's Ascend software is, and whether it does what the connector needs of it.
 
-Checks the first NPU: batched copies of device memory, compared byte by byte, and attention operators on caches that
-keep all layers of a block together. Reads and writes nothing but memory that it allocates itself.
+Checks the first NPU: batched copies of device memory, compared byte by byte. Reads and writes nothing but memory that
+it allocates itself. Whether attention operators take caches of all layers together, every engine checks at its start.
 
 Run on a simulated NPU; not run on hardware yet.
 """
@@ -11,7 +11,6 @@ import importlib
 import os
 import re
 from contextlib import closing
-from importlib import metadata
 from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,6 @@ _CANN_ROOTS = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
 _CANN_FILES = ("version.cfg", "version.info", "*/ascend_toolkit_install.info", "*-linux/ascend_toolkit_install.info")
 _DRIVER_FILE = Path("/usr/local/Ascend/driver/version.info")
 _VERSION = re.compile(r"^[\w.]*version[\w.]*\s*=\s*\[?([^\s\]]+)", re.IGNORECASE | re.MULTILINE)
-
-_COPIES = "as if it copied the cache"  # of ``cache_check.difference``
 
 _RUNS, _RUN_BYTES = 96, 64 << 10  # copies of a batch, and the size of each
 
@@ -117,35 +114,8 @@ def batched_copies() -> str:
     return text
 
 
-def cross_layer_blocks() -> str:
-    """Run vllm-ascend's attention operators on caches of all layers together."""
-    import torch  # noqa: PLC0415
-
-    from pd_connector.vllm.npu import standalone  # noqa: PLC0415
-    from pd_connector.vllm.npu.cache_check import difference  # noqa: PLC0415
-    from pd_connector.vllm.npu.memory_watch import DeviceMemoryWatch  # noqa: PLC0415
-
-    first = torch.device("npu", torch.npu.current_device())
-    with standalone.attention_layer(first) as operators:
-        found = difference(operators, standalone.PARTS, standalone.BLOCK_TOKENS, first, DeviceMemoryWatch())
-    return _said_of_operators(found, metadata.version("vllm-ascend"))
-
-
-def _said_of_operators(found: str, release: str) -> str:
-    """Say what is different on caches of all layers together; ``found`` is empty if nothing is.
-
-    ``release``: of vllm-ascend. That 0.23 copies such caches is known, and no failure of a machine.
-    """
-    if not found:
-        return "the attention operators take them: the same bits as on dense caches, and no copies"
-    if _COPIES in found and release.startswith("0.23."):
-        return f"{found}. That is known of vllm-ascend {release}: servers keep each layer's cache apart"
-    raise CheckFailed(found)
-
-
 #: None of them needs another; all need ``device``.
 CHECKS: tuple[tuple[str, Check], ...] = (
     ("ACL functions", runtime_functions),
     ("batched copies", batched_copies),
-    ("cross-layer blocks", cross_layer_blocks),
 )

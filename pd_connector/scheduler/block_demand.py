@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from pd_connector.vllm.cache_specs import Retention, blocks_for
 from pd_connector.vllm.device_blocks import DeviceBlocks
-from pd_connector.vllm.requests import waits_for_tokens
 
 if TYPE_CHECKING:
     from pd_connector.vllm.types import Request
@@ -52,6 +51,5 @@ class BlockDemand:
         self._asked = None
 
     def end_step(self) -> None:
-        """Note that a step's blocks are given out. vLLM may have given the last one its own, and tell of it later."""
-        asked, self._asked = self._asked, None
-        self.left_out = None if asked is None or waits_for_tokens(asked) else asked
+        """Note that a step's blocks are given out."""
+        self.left_out, self._asked = self._asked, None

@@ -97,7 +97,7 @@ def check_outer_config(vllm_config: "VllmConfig") -> None:
 
 
 def check_supported(vllm_config: "VllmConfig") -> None:
-    """Raise unless the connector serves sleep mode, experts, executor and context parallelism as they are set.
+    """Raise unless the connector serves sleep mode, experts, scales, executor and context parallelism as set.
 
     Raises:
         UnsupportedError: naming the setting and the way out.
@@ -113,6 +113,12 @@ def check_supported(vllm_config: "VllmConfig") -> None:
         raise UnsupportedError(
             "enable_return_routed_experts: the experts of tokens that are pulled, or loaded from host memory, are not "
             "known to this engine; start without --enable-return-routed-experts, or without PDConnector"
+        )
+    cache = vllm_config.cache_config
+    if getattr(cache, "calculate_kv_scales", False) and str(cache.cache_dtype).startswith("fp8"):  # of vLLM 0.23
+        raise UnsupportedError(
+            "calculate_kv_scales: each engine finds the scales of its quantised cache by its first prompt, so that no "
+            "other can use its blocks; serve a checkpoint that has scales, or start without --calculate-kv-scales"
         )
     _check_executor(vllm_config)
     from vllm.platforms import current_platform  # noqa: PLC0415  resolves the platform on first use

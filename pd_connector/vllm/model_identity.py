@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from layout.geometry import ModelIdentity
 from layout.layer_numbers import merged
 from pd_connector.tensor_files import model_directory, tensors_digest, weight_files
-from pd_connector.vllm.model_numbers import layer_numbers, scales_on_the_fly
+from pd_connector.vllm.model_numbers import layer_numbers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -47,7 +47,6 @@ def model_identity(
         head_size=int(model.get_head_size()),
         model_dtype=model_dtype,
         cache_dtype=model_dtype if cache_dtype == "auto" else cache_dtype,
-        scales_on_the_fly=check != "off" and scales_on_the_fly(vllm_config),
         numbers=() if check == "off" else layer_numbers(vllm_config, layers),
         draft_digest=_weights_digest(draft, "auto") if is_read and drafts_apart else "",
     )

@@ -61,12 +61,6 @@ def layer_numbers(vllm_config: "VllmConfig", layers: Iterable[str]) -> tuple[Lay
     return merged(found)
 
 
-def scales_on_the_fly(vllm_config: "VllmConfig") -> bool:
-    """Return whether an engine finds the scales of its quantised cache by its first prompt, as vLLM 0.23 can."""
-    cache = vllm_config.cache_config
-    return bool(getattr(cache, "calculate_kv_scales", False)) and str(cache.cache_dtype) not in _UNQUANTISED
-
-
 def fill_token_scales(vllm_config: "VllmConfig") -> None:
     """Have the layers that keep a scale for each token and head fill all of theirs with 1, as they do only once.
 

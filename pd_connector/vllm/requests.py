@@ -87,16 +87,6 @@ def prefill_is_complete(request: "Request") -> bool:
     return request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 
-def waits_for_tokens(request: "Request") -> bool:
-    """Return whether vLLM has given a request blocks into which tokens are to arrive.
-
-    It may tell the connector of the blocks in a later step, when those under way have ended (0.33, with HiSparse).
-    """
-    from vllm.v1.request import RequestStatus  # noqa: PLC0415  the doctor needs this module without vLLM
-
-    return bool(request.status == RequestStatus.WAITING_FOR_REMOTE_KVS)
-
-
 def tokens_under_way(request: "Request") -> int | None:
     """Return how many tokens of a request steps work on whose output vLLM has not taken; None if it does not count.
 

@@ -338,7 +338,6 @@ def canary_pulls(
         context, engine=first_way(context.engine), local=scratch.geometry, reads=reads, verifier=None,
         raise_fence=no_fence, clear_tails=keep_tails, trace=None,
     )  # fmt: skip
-    # A canary may have nearly all scratch memory. That it lacks some for as long as a read may last harms nobody.
-    pulls = Pulls(scratch_context, _IDLE_S, max_quarantined=1.0)
+    pulls = Pulls(scratch_context, _IDLE_S)
     comparison = Comparison(caches, read, scratch, formats, context.model.model_dtype)
     return CanaryPulls(pulls, comparison, fences(tensors[0].device) if tensors else no_fence)

@@ -12,7 +12,7 @@ from pd_connector.traces import PullTrace
 from pd_connector.worker.peer import PeerAddress, PullContext
 from pd_connector.worker.pull import AnyEnd
 from pd_connector.worker.pull_end import PullEnd
-from pd_connector.worker.quarantine import MAX_SHARE, LostPull, Quarantine, UnsettledPull, UnsettledReadError
+from pd_connector.worker.quarantine import LostPull, Quarantine, UnsettledPull, UnsettledReadError
 from pd_connector.worker.session import PeerSession
 from pd_connector.worker.worker_role import WorkerRole
 
@@ -42,10 +42,9 @@ class Pulls(WorkerRole):
         stats: StatsRecorder | None = None,
         max_peers: int = 256,
         open_session: OpenSession = PeerSession,
-        max_quarantined: float = MAX_SHARE,
     ) -> None:
         self._ended: queue.SimpleQueue[AnyEnd] = queue.SimpleQueue()
-        self._quarantine = Quarantine(context.local, stats or StatsRecorder(), context.clock, max_quarantined)
+        self._quarantine = Quarantine(stats or StatsRecorder(), context.clock)
         self._context = context
         self._open_session = open_session
         self._peer_idle_s = peer_idle_s

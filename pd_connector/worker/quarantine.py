@@ -1,8 +1,8 @@
 """Pulls that have failed while the transfer engine may still write to their blocks.
 
 Such a pull is not reported, so vLLM keeps its blocks allocated to the request, also if that has been aborted. It is
-reported when the engine proves that nothing is written any more. If that takes too long, or too many blocks are held,
-the worker ends: only the end of its transfer engine is then a proof, and a worker that starts anew serves again.
+reported when the engine proves that nothing is written any more. If that takes too long, the worker ends: only the end
+of its transfer engine is then a proof, and a worker that starts anew serves again.
 """
 
 import logging
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
-from layout.geometry import WorkerGeometry
 from pd_connector.orders import PullOrder
 from pd_connector.stats import StatsRecorder
 from pd_connector.worker.device_fence import Land, nothing_to_land
@@ -25,11 +24,6 @@ logger = logging.getLogger(__name__)
 #: How long a read may take to settle. What keeps one in flight are calls to a peer that does not answer, which are
 #: interrupted every second, retries (10 s on RDMA) and Ascend's timeouts (60 s with its retry): half of this.
 MAX_AGE_S = 120.0
-
-#: Share of the KV blocks that may be in quarantine after ``PATIENCE_S``. Above it, the engine serves so few requests
-#: that to start anew is faster. Before, nearly all reads settle, and a single long prompt may hold nearly all blocks.
-MAX_SHARE = 0.5
-PATIENCE_S = 20.0
 
 
 _Kept = TypeVar("_Kept")
@@ -87,16 +81,8 @@ class LostPull:
 class Quarantine:
     """Holds the pulls whose reads have not settled. Belongs to the thread on which vLLM calls the connector."""
 
-    def __init__(
-        self,
-        geometry: WorkerGeometry,
-        stats: StatsRecorder,
-        clock: Callable[[], float] = time.monotonic,
-        max_share: float = MAX_SHARE,
-    ) -> None:
-        """Start empty. ``max_share``: of the blocks of ``geometry`` that may be held for long."""
-        self._max_share = max_share
-        self._geometry = geometry
+    def __init__(self, stats: StatsRecorder, clock: Callable[[], float] = time.monotonic) -> None:
+        """Start empty."""
         self._stats = stats
         self._clock = clock
         self._pulls: list[tuple[float, UnsettledPull]] = []  # with the time of arrival, oldest first
@@ -113,7 +99,7 @@ class Quarantine:
         """Return the pulls to which nothing is written any more, each once. Never waits.
 
         Raises:
-            UnsettledReadError: a pull has not settled within ``MAX_AGE_S``, or too many blocks are held.
+            UnsettledReadError: a pull has not settled within ``MAX_AGE_S``.
         """
         ends, held = [], []
         for since, pull in self._pulls:
@@ -128,14 +114,14 @@ class Quarantine:
                 held.append((since, pull))
         self._pulls = held
         self._stats.gauge_of_rank("quarantined_blocks", len(_blocks(pull for _, pull in held)), self)
-        self._check_bounds()
+        self._check_age()
         return ends
 
     def close(self) -> None:
         """Count nothing any more: nobody asks again."""
         self._stats.gauge_of_rank("quarantined_blocks", 0, self)
 
-    def _check_bounds(self) -> None:
+    def _check_age(self) -> None:
         if not self._pulls:
             return
         now = self._clock()
@@ -145,21 +131,6 @@ class Quarantine:
                 f"reads of request {oldest.order.request_id} have not settled for {now - since:.0f} s, of at most "
                 f"{MAX_AGE_S:.0f}; the worker ends, because nothing else proves that they write no more. They failed "
                 f"because: {oldest.end.reason}"
-            )
-        held = len(_blocks(pull for since, pull in self._pulls if now - since > PATIENCE_S))
-        total = max(  # of vLLM's blocks, which may be several kernel blocks each
-            (
-                plane.blocks * plane.block_tokens // group.rows(plane)
-                for group in self._geometry.groups
-                for plane in group.planes
-            ),
-            default=0,
-        )
-        if held > self._max_share * total:
-            raise UnsettledReadError(
-                f"{held} of {total} KV blocks are held by reads that have not settled for {PATIENCE_S:.0f} s, and at "
-                f"most {self._max_share:.0%} may be; the worker ends, to serve again when it is started anew. The "
-                f"oldest failed because: {oldest.end.reason}"
             )
 
     def check_integrity(self) -> None:

@@ -75,14 +75,6 @@ def test_every_field_that_differs_is_named() -> None:
         check_models(IDENTITY, replace(IDENTITY, layers=1, kv_heads=2))
 
 
-@pytest.mark.parametrize("here", [True, False])
-def test_scales_that_are_found_on_the_fly_are_refused_on_either_side(here: bool) -> None:
-    dynamic = replace(IDENTITY, scales_on_the_fly=True)
-    side = "this engine" if here else "the remote engine"
-    with pytest.raises(IncompatibleCachesError, match=f"^{side} finds the scales .*start both engines without"):
-        check_models(*((dynamic, IDENTITY) if here else (IDENTITY, dynamic)))
-
-
 def test_numbers_that_differ_are_named_beside_fields_and_not_every_layer() -> None:
     ours, theirs = (
         replace(

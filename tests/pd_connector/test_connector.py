@@ -123,6 +123,19 @@ def test_context_parallelism_is_served_on_devices(
         engine_config.check_supported(config)
 
 
+@pytest.mark.parametrize(("cache_dtype", "refused"), [("fp8", True), ("fp8_e5m2", True), ("auto", False)])
+def test_scales_of_a_quantised_cache_that_are_found_on_the_fly_are_refused(
+    model: Path, cache_dtype: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An option of vLLM 0.23, whose configuration has it among the cache's."""
+    config = a_config(model)
+    monkeypatch.setattr(
+        config, "cache_config", SimpleNamespace(cache_dtype=cache_dtype, calculate_kv_scales=True), raising=False
+    )
+    with pytest.raises(UnsupportedError, match=r"^calculate_kv_scales: ") if refused else nullcontext():
+        engine_config.check_supported(config)
+
+
 def test_ranks_with_a_scheduler_each_are_refused(model: Path) -> None:
     """Each scheduler would wait for the handshakes of all workers for ever."""
     config = a_config(model)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from pd_connector.engine_limits import EngineLimits
 from pd_connector.scheduler.block_demand import BlockDemand
-from pd_connector.vllm.requests import waits_for_tokens
 
 if TYPE_CHECKING:
     from pd_connector.vllm.types import Request
@@ -28,7 +27,6 @@ class PullsAhead:
         self._demand = demand
         self._held: dict[str, int] = {}  # blocks, by request
         self._total = 0  # of them
-        self._let_in: dict[str, Request] = {}  # those for which there was room, and whose pulls have not begun
 
     def __len__(self) -> int:
         return len(self._held)
@@ -38,27 +36,18 @@ class PullsAhead:
 
     def has_room(self, request: "Request") -> bool:
         """Return whether a request may be pulled ahead now."""
-        # vLLM may have given others their blocks, and tell of it later.
-        let_in = [each for each in self._let_in.values() if waits_for_tokens(each)]
-        self._let_in = {each.request_id: each for each in let_in}
-        if len(self._held) + len(let_in) >= self._limits.max_pulls_ahead:
+        if len(self._held) >= self._limits.max_pulls_ahead:
             return False
         demand = self._demand
-        needed = demand.blocks_of(request)
-        total = self._total + sum(map(demand.blocks_of, let_in))
-        if total + needed > self._limits.max_ahead_fraction * demand.blocks.total:
+        if self._total + demand.blocks_of(request) > self._limits.max_ahead_fraction * demand.blocks.total:
             return False
         other = demand.left_out
         if other is not None and other is not request and not demand.has_room_for(other):
             return False
-        if not demand.has_room_for(request):
-            return False
-        self._let_in[request.request_id] = request
-        return True
+        return demand.has_room_for(request)
 
     def start(self, request: "Request") -> None:
         """Count a pull ahead."""
-        self._let_in.pop(request.request_id, None)
         held = self._held[request.request_id] = self._demand.blocks_of(request)
         self._total += held
 

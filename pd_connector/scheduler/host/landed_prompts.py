@@ -7,7 +7,7 @@ Its full blocks are published when it lands, so that other requests find them. E
 thread.
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -83,14 +83,10 @@ class LandedPrompts:
         if (prompt := self._waiting.pop(request_id, None)) is not None:
             self.leave(prompt)
 
-    def reset(self, keep: Container[str] = ()) -> None:
-        """Give back what waits, but for requests to ``keep``: it is no longer valid.
-
-        What is being loaded stays until it is left.
-        """
+    def reset(self) -> None:
+        """Give back what waits: it is no longer valid. What is being loaded stays until it is left."""
         for request_id in [*self._waiting]:
-            if request_id not in keep:
-                self._loans.take_back(self._waiting.pop(request_id).hit.blocks)
+            self.withdraw(request_id)
 
     @property
     def request_ids(self) -> frozenset[str]:

@@ -88,17 +88,11 @@ def open_shared_pool(
 
 
 def _check_model(config: ConnectorConfig, model: ModelIdentity) -> None:
-    """Raise ConfigError if other engines' blocks may be of another model, or in other units, under the same name."""
+    """Raise ConfigError if other engines' blocks may be of another model under the same name."""
     if not model.weights_digest:
         raise ConfigError(
             f"pool = {config.pool!r}: the weights could not be read to tell this model from others of its shape "
             f"(model_check = {config.model_check!r}); set model_check to 'weights' and serve safetensors, or leave "
-            "pool out"
-        )
-    if model.scales_on_the_fly:
-        raise ConfigError(
-            f"pool = {config.pool!r}: each engine finds the scales of its quantised cache by its first prompt "
-            "(calculate_kv_scales), so that no other can use its blocks; serve a checkpoint that has scales, or leave "
             "pool out"
         )
 

@@ -26,7 +26,6 @@ from pd_connector.scheduler.host.loans import HostLoans
 from pd_connector.scheduler.scheduler_role import SchedulerRole, ended
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.block_pools import BlockKeys, Candidate, HostBlockPool, HostHit, Store, slot_of
-from pd_connector.vllm.requests import waits_for_tokens
 
 if TYPE_CHECKING:
     from pd_connector.vllm.types import KVCacheBlock, KVCacheBlocks, KVCacheEvent, Request
@@ -117,7 +116,7 @@ class HostTier(SchedulerRole):
         offer = self._offers.get(request.request_id)
         if offer is not None and offer.hit.first_token == computed_tokens and not self._has_grown(request, offer):
             return offer.hit.tokens
-        for request_id in self._offers.keys() - self._accepted():  # vLLM had no blocks, and will ask about it again
+        for request_id in [*self._offers]:  # at most one: vLLM had no blocks for it, and will ask about it again
             self._withdraw(request_id)
         if request.request_id in self._has_failed:
             return 0
@@ -244,14 +243,13 @@ class HostTier(SchedulerRole):
                 self.pool.release_device_blocks(job.stores, retry=True)
 
     def reset(self) -> bool:
-        """Drop all contents, including those being stored; return False if a request is, or will be, loading some."""
-        accepted = self._accepted()
-        for request_id in self._offers.keys() - accepted:
+        """Drop all contents, including those being stored; return False if a request is loading some."""
+        for request_id in [*self._offers]:
             self._withdraw(request_id)
-        self._landed.reset(keep=accepted)
+        self._landed.reset()
         self.release_device_blocks()
         self.pool.evict_all()
-        return not (self._loads or accepted)
+        return not self._loads
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books balance."""
@@ -275,11 +273,6 @@ class HostTier(SchedulerRole):
         landed = self._landed.request_ids
         assert not self._offers.keys() & landed, "a request is offered two hits"
         assert self._offers.keys() | landed <= self._requests.keys(), "something is kept for a request that has left"
-
-    def _accepted(self) -> set[str]:
-        """Return the requests that have blocks for what they were offered, of which vLLM has yet to tell."""
-        asked = self._offers.keys() | self._landed.request_ids
-        return {request_id for request_id in asked if waits_for_tokens(self._requests[request_id].request)}
 
     def _withdraw(self, request_id: str) -> None:
         """Let go of what was offered to a request, or has landed for it."""

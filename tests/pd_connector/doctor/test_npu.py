@@ -4,7 +4,6 @@
 
 import ctypes
 import importlib
-import inspect
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -12,7 +11,6 @@ import pytest
 
 from pd_connector.doctor import npu
 from pd_connector.doctor.findings import CheckFailed
-from pd_connector.vllm.npu import cache_check
 
 
 class Npu:
@@ -51,32 +49,6 @@ def test_a_driver_without_devices_is_no_npu(monkeypatch: pytest.MonkeyPatch) -> 
     modules(monkeypatch, Npu(0))
     with pytest.raises(CheckFailed, match="torch_npu sees no device; npu-smi info shows those of the machine"):
         npu.device()
-
-
-COPIES = "writing in step 0 takes 16777216 bytes more, as if it copied the cache of 16777216 bytes a part"
-
-
-@pytest.mark.parametrize(
-    ("found", "release", "passed"),
-    [
-        ("", "0.30.0rc2", True),
-        (COPIES, "0.23.0.post1", True),
-        (COPIES, "0.30.0rc2", False),
-        ("attention changed the cache", "0.23.0.post1", False),
-    ],
-)
-def test_a_copy_that_is_known_of_a_release_is_no_failure_of_the_machine(found: str, release: str, passed: bool) -> None:
-    if passed:
-        text = npu._said_of_operators(found, release)
-        assert text.startswith(found)
-        assert ("That is known of vllm-ascend 0.23.0.post1" in text) is bool(found)
-    else:
-        with pytest.raises(CheckFailed, match="^" + found):
-            npu._said_of_operators(found, release)
-
-
-def test_the_words_by_which_a_copy_is_known_are_those_of_the_check() -> None:
-    assert npu._COPIES in inspect.getsource(cache_check)
 
 
 @pytest.mark.parametrize(

@@ -132,18 +132,6 @@ def test_an_engine_has_the_numbers_of_all_of_its_workers(directory: Path) -> Non
     assert of_engine(stages).numbers == (LayerNumbers("k_scale", ("l0", "l1"), (0.5,)),)
 
 
-@pytest.mark.parametrize(("cache_dtype", "on_the_fly"), [("fp8", True), ("fp8_e5m2", True), ("auto", False)])
-def test_scales_that_are_found_on_the_fly_are_those_of_a_quantised_cache(
-    directory: Path, cache_dtype: str, on_the_fly: bool
-) -> None:
-    """An option of vLLM 0.23, whose configuration has it among the cache's."""
-    config = a_config(directory)
-    config.cache_config = SimpleNamespace(cache_dtype=cache_dtype, calculate_kv_scales=True)
-    assert model_identity(config, "config").scales_on_the_fly == on_the_fly
-    assert not model_identity(config, "off").scales_on_the_fly
-    assert not identity(directory).scales_on_the_fly
-
-
 def test_less_is_compared_where_the_user_asks_for_less(directory: Path) -> None:
     whole = identity(directory)
     assert identity(directory, "config") == replace(whole, weights_digest="")

@@ -225,50 +225,10 @@ def test_a_read_that_never_settles_ends_the_worker_when_it_has_had_its_time(worl
         world.collect()
 
 
-def test_a_quarantine_of_more_than_half_of_the_blocks_ends_the_worker_after_some_patience(world: LateWorld) -> None:
-    for read in range(1, 9):
-        world.fabric.inject(read, Fault(settled=False))
-    for number in range(4):
-        world.submit(number)
-    until(lambda: world.idle)
-    world.collect()
-    assert world.quarantined == 8
-    world.clock.advance(module.PATIENCE_S)
-    world.collect()
-    world.clock.advance(1.0)
-    with pytest.raises(UnsettledReadError, match=r"8 of 12 KV blocks are held .* at most 50%"):
-        world.collect()
-
-
-@pytest.mark.parametrize(("tokens_per_row", "total"), [(1, 3), (4, 12)])
-def test_the_share_in_quarantine_is_of_vllms_blocks_not_of_those_of_the_kernels(
-    world: LateWorld, tokens_per_row: int, total: int
-) -> None:
-    """Twelve blocks of 16 rows are three of 64 tokens, unless a row is of four of them."""
-    local = world.worker.context().local
-    groups = tuple(
-        replace(
-            group,
-            block_tokens=4 * group.block_tokens,
-            planes=tuple(replace(plane, tokens_per_row=tokens_per_row) for plane in group.planes),
-        )
-        for group in local.groups
-    )
-    clock = ManualClock()
-    quarantine = Quarantine(replace(local, groups=groups), StatsRecorder(), clock, max_share=0.1)
-    order = an_order("r", world.prefill.prefill("r", ((5, 6),), tokens=33), ((1, 2),), 0, 32)
-    read = create_autospec(HeldRead, instance=True)
-    read.release.return_value = False
-    quarantine.add(UnsettledPull(order, PullEnd("r", Cause.READ, "as told"), [read]))
-    clock.advance(module.PATIENCE_S + 1.0)
-    with pytest.raises(UnsettledReadError, match=f"2 of {total} KV blocks are held"):
-        quarantine.take_settled()
-
-
 def test_what_several_hold_on_a_rank_is_counted_together(world: LateWorld) -> None:
     """Pulls, landings and prefixes have a quarantine each, and one recorder."""
-    stats, local = StatsRecorder(), world.worker.context().local
-    held, empty = Quarantine(local, stats), Quarantine(local, stats)
+    stats = StatsRecorder()
+    held, empty = Quarantine(stats), Quarantine(stats)
     order = an_order("r", world.prefill.prefill("r", ((5, 6),), tokens=33), ((1, 2),), 0, 32)
     read = create_autospec(HeldRead, instance=True)
     read.release.return_value = False

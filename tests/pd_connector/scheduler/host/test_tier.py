@@ -6,7 +6,6 @@ from unittest.mock import create_autospec
 
 import pytest
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
-from vllm.v1.request import RequestStatus
 
 from pd_connector.orders import LoadOrder, Orders
 from pd_connector.scheduler.host.tier import HostTier, _divided
@@ -263,22 +262,6 @@ def test_an_offer_is_taken_back_when_vllm_asks_about_another_request() -> None:
     engine.tier.missing_tokens(engine.arrive("third", said(10)).request, 0)
     assert engine.pool.references() == {0: 1, 1: 1}
     engine.tier.check_integrity()
-
-
-def test_an_offer_stays_if_vllm_has_blocks_for_it_and_has_yet_to_tell_of_them() -> None:
-    """It does so while other steps are under way, and asks about other requests meanwhile."""
-    engine = with_memory_of(14)
-    second = engine.arrive("second", said(14)).request
-    assert engine.tier.missing_tokens(second, 0) == 12
-    second.status = RequestStatus.WAITING_FOR_REMOTE_KVS
-    engine.tier.missing_tokens(engine.arrive("third", said(10)).request, 0)
-    assert engine.pool.references() == {0: 2, 1: 2, 2: 1}
-    assert not engine.tier.reset()
-    assert engine.pool.references() == {0: 1, 1: 1, 2: 1}
-    engine.tier.check_integrity()
-    engine.tier.finish(second, ())
-    assert engine.tier.reset()
-    assert not engine.pool.references()
 
 
 def test_what_was_offered_is_not_searched_again_until_there_is_more(monkeypatch: pytest.MonkeyPatch) -> None:
