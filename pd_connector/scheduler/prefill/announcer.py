@@ -12,8 +12,9 @@ Everything runs on the scheduler's thread.
 import logging
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
+from functools import cache, partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -51,6 +52,14 @@ class _Computed:
     request_id: str
     attempt: int
     tokens: int  # the prompt's first ones, complete when the step has ended
+
+
+@dataclass(frozen=True, slots=True)
+class _Writers:
+    """Who may write blocks in steps under way."""
+
+    request_ids: Set[str]
+    blocks: Counter[int]  # for how many requests, by block id; at least 2 if that is not known
 
 
 @dataclass(slots=True)
@@ -165,8 +174,10 @@ class Announcer:
         """Note that a step works on ``scheduled`` tokens of each request; return its number if it is to be reported."""
         for named in list(self._begun.values()):
             self._is_same_attempt(named)
-        self._announce_loads(scheduled)
-        awaited = tuple(self._schedule(self._named[each], scheduled) for each in scheduled if each in self._named)
+        writers = cache(partial(self._writers, scheduled))  # nothing changes meanwhile
+        self._announce_loads(writers)
+        begun = (self._named[each] for each in scheduled if each in self._named)
+        awaited = tuple(self._schedule(named, scheduled, writers) for named in begun)
         self._tell_news()
         if scheduled:
             self._recent.append(_Step(scheduled, self._preemptions(scheduled)))
@@ -214,23 +225,13 @@ class Announcer:
         """Whether the engine must step to learn that leases are written."""
         return bool(self._unwritten)
 
-    def being_written(self, scheduled: Iterable[str] = (), *, besides: "Request | None" = None) -> set[int] | None:
+    def being_written(self, *, besides: "Request | None" = None) -> set[int] | None:
         """Return the ids of the blocks that steps under way may write, besides those that a request has now.
 
-        ``scheduled``: the requests of a step that is being scheduled. None if nobody knows.
+        None if nobody knows.
         """
-        if any(step.has_lost for step in self._recent):
-            return None
-        ids = set(self._unproven()).union(*(step.left for step in self._recent))
-        for request_id in {*scheduled, *(each for step in self._recent for each in step.scheduled)}:
-            request = self._requests.get(request_id)
-            if request is None:
-                continue
-            if _have_lost(self._recent, request) and self._under_way(request):
-                return None  # into blocks that others have found, perhaps
-            if request is not besides:
-                ids |= self._unwritten_blocks(request)
-        return ids
+        writers = self._writers(())
+        return None if writers is None else self._of_others(writers, besides, writers.blocks)
 
     def may_lack_tokens(self, request: "Request") -> bool:
         """Return whether steps under way have yet to compute a prompt whose request has ended with a token.
@@ -287,14 +288,16 @@ class Announcer:
             assert self._slots.request_ids <= self._named.keys(), "slots are lent for a prompt that is not announced"
             self._slots.check_integrity()
 
-    def _schedule(self, named: _Named, scheduled: Mapping[str, int]) -> _Computed:
+    def _schedule(
+        self, named: _Named, scheduled: Mapping[str, int], writers: Callable[[], _Writers | None]
+    ) -> _Computed:
         """Note what a step computes of a named prompt."""
         request = named.request
         if request.request_id not in self._begun:
             if request.num_computed_tokens < named.loaded:
                 self._start_over(named)  # the load has failed
             self._begun[request.request_id] = named
-            self._announce(named, self._settled_tokens(named, scheduled, request.num_computed_tokens))
+            self._announce(named, self._settled_tokens(named, writers, request.num_computed_tokens))
         named.end = min(request.num_computed_tokens + scheduled[request.request_id], named.tokens)
         return _Computed(request.request_id, named.attempt, named.end)
 
@@ -321,7 +324,7 @@ class Announcer:
         self._events["restarted"] += 1
         self._news[named.transfer_id] = None
 
-    def _announce_loads(self, scheduled: Mapping[str, int]) -> None:
+    def _announce_loads(self, writers: Callable[[], _Writers | None]) -> None:
         """Announce the prompts that are being loaded from host memory since the last step, and the slots."""
         given, self._given = self._given, []
         for named in [self._named[each] for each in given if each in self._named]:
@@ -332,7 +335,7 @@ class Announcer:
                 self._start_over(named)  # it has lost the blocks into which it was loaded before
             in_host = self._slots.lend(request_id, self._service.block_tokens)
             named.loaded = in_host.end_token
-            self._announce(named, self._settled_tokens(named, scheduled, in_host.first_token))
+            self._announce(named, self._settled_tokens(named, writers, in_host.first_token))
             if self._transfers.announce_slots(named.transfer_id, in_host):
                 self._events["in_host"] += 1
                 self._news[named.transfer_id] = None
@@ -351,18 +354,42 @@ class Announcer:
         if news:
             self._service.notify(*news)
 
-    def _settled_tokens(self, named: _Named, scheduled: Mapping[str, int], held: int) -> int:
+    def _settled_tokens(self, named: _Named, writers: Callable[[], _Writers | None], held: int) -> int:
         """Return how many of the first ``held`` tokens of a prompt are complete on the device before its first step.
 
         Its blocks may be another request's too, and then a step under way may still write the last of them. If what
         vLLM has found ends inside a block, that is a copy of another's, which the step itself is yet to make.
         """
         request = named.request
-        if not held or self._drafts_late or (unfinished := self.being_written(scheduled, besides=request)) is None:
+        if not held or self._drafts_late or (known := writers()) is None:
             return 0
+        table = self._blocks.table(request.request_id)
+        unfinished = self._of_others(known, request, {block.block_id for group in table for block in group})
         sizes = self._service.block_tokens
         held -= held % math.lcm(*(size for size in sizes if size != RING_TOKENS))
-        return tokens_before(self._blocks.table(request.request_id), sizes, held, unfinished)
+        return tokens_before(table, sizes, held, unfinished)
+
+    def _writers(self, scheduled: Iterable[str]) -> _Writers | None:
+        """Return who may write blocks in steps under way, and in that which is being ``scheduled``.
+
+        None if nobody knows which blocks.
+        """
+        if any(step.has_lost for step in self._recent):
+            return None
+        of_others = set(self._unproven()).union(*(step.left for step in self._recent))
+        steps = {*scheduled, *(each for step in self._recent for each in step.scheduled)}
+        writers = _Writers(steps & self._requests.keys(), Counter(dict.fromkeys(of_others, 2)))
+        for request in map(self._requests.__getitem__, writers.request_ids):
+            if _have_lost(self._recent, request) and self._under_way(request):
+                return None  # into blocks that others have found, perhaps
+            writers.blocks.update(self._unwritten_blocks(request))
+        return writers
+
+    def _of_others(self, writers: _Writers, request: "Request | None", block_ids: Iterable[int]) -> set[int]:
+        """Return those of some blocks that may be written for other requests than this one."""
+        counts = request is not None and request.request_id in writers.request_ids
+        own = self._unwritten_blocks(request) if request is not None and counts else ()
+        return {block_id for block_id in block_ids if writers.blocks[block_id] > (block_id in own)}
 
     def _preemptions(self, scheduled: Iterable[str]) -> dict[str, int]:
         """Return how often vLLM has preempted each of the requests of a step, without those that it has not."""

@@ -87,6 +87,7 @@ class Transfers:
         self._layers: tuple[tuple[str, ...], ...] = ()
         self._block_tokens: tuple[int, ...] = ()
         self._open: dict[str, _Transfer] = {}
+        self._of_lease: dict[str, str] = {}  # the names of those that are open
         self._past: dict[str, _Transfer] = {}  # complete or ended, in that order
         self._past_blocks = 0  # in their tables
         self._cancelled: dict[str, float] = {}  # before their requests came: when to forget them
@@ -118,6 +119,7 @@ class Transfers:
             if self._cancelled.pop(prompt.transfer_id, None) is not None:
                 return False
             self._open[prompt.transfer_id] = _Transfer(prompt, table=[[] for _ in self._block_tokens])
+            self._of_lease[prompt.lease_id] = prompt.transfer_id
             return True
 
     def announce(self, transfer_id: str, tokens: int, new_blocks: Sequence[Sequence[int]]) -> bool:
@@ -210,9 +212,8 @@ class Transfers:
 
     def end_of(self, lease_ids: Sequence[str], reason: str) -> list[str]:
         """End the transfers of these leases, unless they are complete; return the ids of those that were not."""
-        wanted = frozenset(lease_ids)
         with self._lock:
-            ended = [each for each, transfer in self._open.items() if transfer.prompt.lease_id in wanted]
+            ended = [self._of_lease[each] for each in dict.fromkeys(lease_ids) if each in self._of_lease]
             for transfer_id in ended:
                 self._close(transfer_id, TransferState.ENDED, reason)
             return ended
@@ -247,6 +248,8 @@ class Transfers:
         with self._lock:
             assert not self._open.keys() & self._past.keys(), "a transfer is open and past at once"
             assert not self._open.keys() & self._cancelled.keys(), "a transfer is open that was cancelled before"
+            leases = {transfer.prompt.lease_id: each for each, transfer in self._open.items()}
+            assert self._of_lease == leases, "a transfer is not found by its lease"
             for transfer in self._open.values():
                 assert transfer.state in {TransferState.QUEUED, TransferState.COMPUTING}, "an open transfer has ended"
                 assert transfer.tokens <= transfer.prompt.identity.tokens, (
@@ -290,6 +293,7 @@ class Transfers:
     def _close(self, transfer_id: str, state: TransferState, reason: str, table: Sequence[Sequence[int]] = ()) -> None:
         transfer = self._open.pop(transfer_id, None)
         if transfer is not None:
+            del self._of_lease[transfer.prompt.lease_id]
             transfer.state, transfer.reason = state, reason[:_MAX_REASON_CHARACTERS]
             transfer.table = [list(ids) for ids in table]
             transfer.in_host = None

@@ -158,6 +158,21 @@ def test_blocks_that_a_step_may_write_are_found_without_a_look_at_those_before(s
         assert engine.announcer.being_written() == {block.block_id for block in table[CHUNK_TOKENS // PAGE_TOKENS :]}
 
 
+def test_who_may_write_is_asked_once_for_all_prompts_that_begin_in_a_step(start_prefill: StartPrefill) -> None:
+    """There may be hundreds of both."""
+    engine = start_prefill(chunk_tokens=512)
+    shared = a_prompt(64)
+    engine.ask("first", [*shared, *a_prompt(20, 1)])
+    for _ in range(4):
+        engine.step()
+    for name in ("a", "b", "c", "d"):
+        engine.ask(name, [*shared, *a_prompt(20, ord(name))], name)
+    with patch.object(engine.announcer, "_unwritten_blocks", wraps=engine.announcer._unwritten_blocks) as asked:
+        engine.schedule()
+    assert [engine.state(name) for name in ("a", "b", "c", "d")] == [(COMPUTING, 0, 64)] * 4
+    assert asked.call_count == 8, "once for all, and once for its own"
+
+
 def test_each_step_is_reported_under_a_number_of_its_own(start_prefill: StartPrefill) -> None:
     engine = start_prefill()
     engine.ask("a", a_prompt(100), "ta")
