@@ -24,7 +24,6 @@ from pd_connector.scheduler.external_loads import ExternalLoads
 from pd_connector.scheduler.host.pool_start import open_host_tier, open_shared_pool
 from pd_connector.scheduler.host.prompt_slots import PromptSlots
 from pd_connector.scheduler.host.tier import HostTier
-from pd_connector.scheduler.host_log import HostLog
 from pd_connector.scheduler.prefill.drain import Drain
 from pd_connector.scheduler.prefill.lease_moves import LeaseMoves
 from pd_connector.scheduler.prefill.lease_service import LeaseService
@@ -118,6 +117,7 @@ class ConnectorScheduler:
         self._moves: LeaseMoves | None = None  # if leases may move to host memory
         self._prompt_slots: PromptSlots | None = None  # the same
         self._early: dict[str, Request] = {}  # requests that came before all workers were known
+        self._passed_over = ""  # the request of which vLLM has looked nothing up
         self._destinations: list[Destinations] = []  # for the next step, if vLLM is told of failures by block ids
         self._model_changes = 0  # since the last step
         self._asked_handshakes = 0  # the same
@@ -134,7 +134,6 @@ class ConnectorScheduler:
         self._external = ExternalLoads(self._blocks, block_tokens, steps_in_flight(vllm_config))
         # In the order in which they are asked for tokens. Host memory comes early: what it holds is not pulled.
         self._roles: list[SchedulerRole] = [self._external]
-        self._landings: Landings | None = None  # None until workers are known, or if all is pulled to the device
         self._canaries = self._make_canaries()
         self._prompts = Prompts(vllm_config, config.model_check)
         self._hashes = BlockHashes(vllm_config)
@@ -145,7 +144,6 @@ class ConnectorScheduler:
         leases: LeaseTable[Leased] = LeaseTable(
             config.lease_ttl_s, clock, limits.max_lease_age_s, on_end, config.claim_timeout_s
         )
-        self._host_log = HostLog(leases, clock)
         self._admission = self._make_admission(leases)
         self._rate = ComputeRate(clock)
         self._add_roles(leases, keys)
@@ -175,12 +173,20 @@ class ConnectorScheduler:
         forgets = any(kept.window or kept.chunk or kept.states for kept in self._retentions)
         leasing = next((role for role in self._roles if isinstance(role, Producer) and forgets), None)
         to_pull = None if leasing is None else leasing.tokens_to_pull
-        self._blocks.bind(kv_cache_manager, self._release_device_blocks, to_pull, self._device_was_reset)
+        self._blocks.bind(
+            kv_cache_manager, self._release_device_blocks, to_pull, self._device_was_reset, self._is_passed_over
+        )
         check_cache_manager(self._vllm_config, self._blocks, self._retentions)
         if self._config.serve_prefixes and not self._unshared:
             say_if_prompts_only(self._blocks.retention_interval, self._retentions)
         self._engine.find()
         watch_model(self.model_changed, self._prompts.loaded)
+
+    def _is_passed_over(self, request: "Request") -> bool:
+        """Return whether a request will be told to wait; the news of the next moment count in the next step."""
+        is_quiet = self._consumer is not None and self._consumer.waits_for_news(request)
+        self._passed_over = request.request_id if is_quiet else ""
+        return is_quiet
 
     def set_workers(self, handshakes: Mapping[WorkerRanks, WorkerHandshake]) -> None:
         """Take the workers' handshakes that vLLM passes on: at start, and when the engine wakes from sleep.
@@ -207,6 +213,8 @@ class ConnectorScheduler:
         """Return how many tokens beyond ``computed_tokens`` will be loaded or pulled; None if not known yet."""
         if self._waits_for_workers:
             return None  # a prompt that is computed now could be neither leased nor stored
+        if request.request_id == self._passed_over:
+            return None
         if any(role.must_wait(request, computed_tokens) for role in self._roles):
             return None
         for role in self._roles:
@@ -286,8 +294,7 @@ class ConnectorScheduler:
         return [event for role in self._roles for event in role.take_events()]
 
     def update_stats(self) -> None:
-        """Record what the roles have counted, and log what transfers did with host memory."""
-        self._host_log.write(self._moves, self._landings)
+        """Record what the roles have counted."""
         for role in self._roles:
             role.update_stats(self._stats)
 
@@ -365,8 +372,8 @@ class ConnectorScheduler:
             if (mode := self._config.host_transfers) != "off":
                 check_holds_a_prompt(tier.pool.slots, self._retentions, max_model_len(self._vllm_config), self._config)
                 if self._consumer is not None:
-                    self._landings = self._make_landings(mode, tier, self._consumer, len(in_order))
-                    self._roles.insert(self._roles.index(self._consumer) + 1, self._landings)
+                    landings = self._make_landings(mode, tier, self._consumer, len(in_order))
+                    self._roles.insert(self._roles.index(self._consumer) + 1, landings)
             if self._moves is not None and self._prompt_slots is not None:
                 self._moves.use(tier, len(in_order))
                 self._prompt_slots.use(tier)

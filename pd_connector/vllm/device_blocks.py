@@ -39,6 +39,7 @@ class DeviceBlocks:
         before_reset: Callable[[], None] = lambda: None,
         tokens_to_pull: Callable[[str], int | None] | None = None,
         after_reset: Callable[[], None] = lambda: None,
+        waits: "Callable[[Request], bool]" = lambda _: False,
     ) -> None:
         """Set vLLM's manager of the blocks.
 
@@ -49,6 +50,9 @@ class DeviceBlocks:
         is asked for every request in every step; None if vLLM keeps all blocks, or nothing is leased. Before vLLM tells
         its connector of the end, it frees what a window or chunk has passed after the whole prompt. Whoever pulls
         computes the last token of it, which may see a block more.
+
+        ``waits`` returns whether a request will be told to wait. Nothing is looked up for it: vLLM looks a request's
+        whole prefix up before it asks its connector, in every step.
 
         Blocks of a request that is preempted before a step has filled them are not found any more.
         """
@@ -76,6 +80,18 @@ class DeviceBlocks:
             free(request)
 
         kv_cache_manager.free = free_and_forget_the_rest
+        look_up = kv_cache_manager.get_computed_blocks
+
+        def look_up_unless_it_waits(request: "Request") -> Any:
+            if not waits(request):
+                return look_up(request)
+            kept, request.skip_reading_prefix_cache = request.skip_reading_prefix_cache, True
+            try:
+                return look_up(request)  # nothing, as vLLM's releases say it
+            finally:
+                request.skip_reading_prefix_cache = kept
+
+        kv_cache_manager.get_computed_blocks = look_up_unless_it_waits
 
     def _forget_behind(self, request_id: str, tokens: int) -> None:
         named_tokens = current().named_tokens  # of a block that is not full, too

@@ -156,6 +156,11 @@ class Consumer(SchedulerRole):
                 return self._must_wait_for_other_leg(request, leg)
         return False
 
+    def waits_for_news(self, request: "Request") -> bool:
+        """Return whether a prefill engine has yet to begin with a request's prompt: then it must wait in any case."""
+        is_announced = isinstance(self._legs.get(request.request_id), Announced)
+        return is_announced and self._subscriptions.look(request.request_id) is None
+
     def missing_tokens(self, request: "Request", computed_tokens: int) -> int:
         """Return how many prompt tokens to pull beyond the ``computed_tokens`` that are here already.
 

@@ -6,6 +6,7 @@ Every token that the model attends to is checked by the simulated workers: a wro
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -244,3 +245,22 @@ def test_two_engines_with_both_roles_that_serve_each_other_do_not_lock(world: Wo
     assert ends(asked) == {"finished": 30}
     assert a.counts["pulled"] + b.counts["pulled"] > 15
     assert_at_rest(world, a, b)
+
+
+def test_nothing_is_looked_up_for_prompts_with_which_the_prefill_engine_has_yet_to_begin(world: World) -> None:
+    """A thousand may wait so, and each step of the decode engine would look up the whole prefix of each."""
+    prefill, decode = a_pair(world)
+    pairs = [legs(number, 200, decode) for number in range(5)]
+    for _, ours in pairs:
+        decode.ask_by_name(ours, prefill)
+    coordinator = decode.scheduler.kv_cache_manager.coordinator
+    with patch.object(coordinator, "find_longest_cache_hit", wraps=coordinator.find_longest_cache_hit) as looked_up:
+        for _ in range(5):
+            world.step()
+        assert looked_up.call_count == 0
+        for theirs, _ in pairs:
+            prefill.ask(theirs)
+        world.run(within_s=20)
+        assert looked_up.call_count >= 5
+    assert ends([ours for _, ours in pairs]) == {"finished": 5}
+    assert decode.counts["pulled"] == 5

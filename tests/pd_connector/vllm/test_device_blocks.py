@@ -98,3 +98,16 @@ def test_a_look_that_meets_a_change_by_the_scheduler_finds_that_it_may_be(fault:
     pool.get_cached_block.side_effect = fault
     assert may_hold(pool, [BlockHash(b"a")] * 2, 32, {0: 16})
     assert not may_hold(pool, [BlockHash(b"a")] * 2, 33, {0: 16})
+
+
+def test_nothing_is_looked_up_for_a_request_that_waits() -> None:
+    setup = Setup(groups=((4, 0), (4, 6)), device_blocks=33)
+    manager, holder, waiting = make_manager(setup), DeviceBlocks(), {"b"}
+    holder.bind(manager, waits=lambda request: request.request_id in waiting)
+    manager.free(computed(setup, manager, "a", said(23)))
+    second = make_request(setup, "b", said(23))
+    nothing, hit, *_ = manager.get_computed_blocks(second)
+    assert (hit, nothing.get_block_ids()) == (0, ([], []))
+    assert second.skip_reading_prefix_cache is False
+    waiting.clear()
+    assert manager.get_computed_blocks(second)[1] > 0

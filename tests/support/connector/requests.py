@@ -68,6 +68,7 @@ def cache_manager(pool: "BlockPool", tables: Mapping[str, Sequence[int]]) -> Any
         reset_prefix_cache=pool.reset_prefix_cache,
         coordinator=coordinator,
         free=lambda _: None,
+        get_computed_blocks=lambda _: None,
     )
 
 
