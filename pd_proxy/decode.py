@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
@@ -9,7 +10,7 @@ from http import HTTPStatus
 
 from pd_proxy import headers as passed
 from pd_proxy.apis import Api, Body, encoded
-from pd_proxy.error_answers import COMMENT, LegFailed
+from pd_proxy.error_answers import COMMENT, FAILED, LegFailed
 from pd_proxy.first_token import FirstToken
 from pd_proxy.http_client import Client
 from pd_proxy.moves import Written
@@ -17,8 +18,8 @@ from pd_proxy.servers import Answer, Server
 from pd_proxy.upstream import Upstream
 from pd_proxy.usage import Details, corrected, corrected_whole
 
-#: Events that are the end of a stream which vLLM could not compute.
-_FAILED = (b"error", b"response.failed")
+#: A chat's first chunk. vLLM sends it, and a message's start, with an engine's first news, also if these are a failure.
+_CHUNK, _ROLE = b'data: {"id"', re.compile(rb'"delta":\s*\{"role":\s*"\w*",\s*"content":\s*""\}')
 
 
 async def at_once(_: int) -> None:
@@ -134,11 +135,16 @@ async def relay(client: Client, answer: Answer, pieces: AsyncIterator[bytes]) ->
 
 
 async def begun(pieces: AsyncIterator[bytes], preludes: tuple[bytes, ...]) -> tuple[bytes, bytes]:
-    """Return the beginning of an answer in two parts: comments and ``preludes``, and what is there behind them."""
-    lines = [COMMENT, *(b"event: " + name + b"\n" for name in preludes)]
+    """Return the beginning of an answer in two parts: what is there however it goes on, and what is there behind that.
+
+    ``preludes``: such events of the API, beside comments and those with which a chat and a message begin.
+    """
+    lines = [COMMENT, _CHUNK, *(b"event: " + name + b"\n" for name in (b"message_start", *preludes))]
     data, start, searched = bytearray(await anext(pieces, b"")), 0, 0
     while any(line.startswith(data[start : start + len(line)]) for line in lines):
         if (end := data.find(b"\n\n", searched)) >= 0:
+            if data.startswith(_CHUNK, start) and not _ROLE.search(data, start, end):
+                break
             start = searched = end + 2
         elif more := await anext(pieces, b""):
             searched = max(start, len(data) - 1)  # a request of megabytes is echoed there
@@ -150,14 +156,10 @@ async def begun(pieces: AsyncIterator[bytes], preludes: tuple[bytes, ...]) -> tu
 
 def _status(answer: Answer, first: bytes) -> int:
     """Return an answer's status; that of an error with which a stream begins, because vLLM has said 200 by then."""
-    name = first.removeprefix(b"event: ").partition(b"\n")[0]
-    _, named, data = first.partition(b"data: ") if name in _FAILED else (b"", b"", b"")
-    if not named and first.startswith(b'data: {"error"'):
-        data = first.removeprefix(b"data: ")
-    if answer.status != HTTPStatus.OK or not data:
+    if answer.status != HTTPStatus.OK or not first.startswith(FAILED):
         return answer.status
     try:
-        return int(json.loads(data.partition(b"\n\n")[0])["error"]["code"])
+        return int(json.loads(first.partition(b"data: ")[2].partition(b"\n\n")[0])["error"]["code"])
     except (ValueError, KeyError, TypeError, OverflowError):
         return HTTPStatus.INTERNAL_SERVER_ERROR
 

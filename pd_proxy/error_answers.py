@@ -13,6 +13,8 @@ from pd_proxy.usage import PromptDetails
 EVENT_END = b"\n\n"
 #: Begins what is no event of a stream: vLLM's ``--sse-keep-alive-interval`` sends such while there is nothing to tell.
 COMMENT = b":"
+#: Beginnings of the events with which vLLM ends a stream that it could not compute.
+FAILED = (b"event: error\n", b"event: response.failed\n", b'data: {"error"')
 
 
 class Retry(Enum):

@@ -7,7 +7,9 @@ import pytest
 
 from pd_proxy.control import Address, CircuitBreaker, ControlAddresses
 from tests.support.examples.fake_servers import (
+    MESSAGE_START,
     NAMED_TRANSFER,
+    ROLE_CHUNK,
     FakeServer,
     Received,
     Wire,
@@ -47,6 +49,32 @@ def test_a_decode_server_that_knows_no_names_costs_two_requests(
     assert [by_name(body) for body in d.bodies] == [False, True, False, True, False, False, False]
     (line,) = [line for line in caplog.messages if "its legs go in turn for 300 s" in line]
     assert f"decode server {d.url} failed requests id-1 and id-3 with both legs at once" in line
+
+
+@pytest.mark.parametrize(
+    ("path", "begun", "error"),
+    [
+        ("/v1/completions", b"", b'data: {"error": {"code": 500}}\n\n'),
+        ("/v1/chat/completions", 2 * ROLE_CHUNK, b'data: {"error": {"code": 500}}\n\n'),
+        ("/v1/messages", MESSAGE_START, b'event: error\ndata: {"type": "error", "error": {}}\n\n'),
+    ],
+    ids=["completions", "chat", "messages"],
+)
+def test_one_whose_streams_begin_before_they_fail_costs_two_as_well(
+    proxy: Proxy, d: FakeServer, path: str, begun: bytes, error: bytes
+) -> None:
+    async def begins_all(received: Received, wire: Wire) -> None:
+        await wire.head()
+        if begun:
+            await wire.chunk(begun)
+        await wire.chunk(error if by_name(received.body) else b"data: [DONE]\n\n")
+        await wire.end()
+
+    d.script = begins_all
+    streams = [proxy.http.post(path, json={"prompt": "a", "stream": True}).content for _ in range(7)]
+    assert streams == [begun + (error if by_name(body) else b"data: [DONE]\n\n") for body in d.bodies]
+    assert [by_name(body) for body in d.bodies] == [False, True, False, True, False, False, False]
+    assert "pd_proxy_broken_off_total 2" in proxy.http.get("/metrics").text
 
 
 def test_a_decode_server_that_was_replaced_gets_both_legs_at_once_again(

@@ -18,7 +18,7 @@ from pd_proxy.journal import Record
 from pd_proxy.servers import Leg, Servers
 from pd_proxy.settings import Settings
 from pd_proxy.upstream import Upstream
-from tests.support.examples.fake_servers import FakeServer
+from tests.support.examples.fake_servers import MESSAGE_START, ROLE_CHUNK, FakeServer
 from tests.support.waiting import WAIT_S
 
 
@@ -67,6 +67,30 @@ def test_a_comment_is_no_answer_and_stays_before_it(size: int) -> None:
         assert first == comments
         assert whole.startswith(first + rest)
         assert bool(rest) is (whole != comments)
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+@pytest.mark.parametrize(
+    ("begun_with", "event"),
+    [
+        (2 * ROLE_CHUNK, ROLE_CHUNK.replace(b'"role":"assistant","content":""', b'"content":"a"')),
+        (MESSAGE_START, b"event: content_block_start\ndata: {}\n\n"),
+        (b"", b'data: {"id":"a","choices":[{"text":"\\"delta\\":{\\"role\\":\\"a\\",\\"content\\":\\"\\"}"}]}\n\n'),
+    ],
+    ids=["chat", "message", "text"],
+)
+def test_what_comes_with_an_engines_first_news_is_no_answer_yet(size: int, begun_with: bytes, event: bytes) -> None:
+    """Of a chat, each choice has one. Nothing that a client can have written into a text looks like it."""
+    whole = begun_with + event
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for start in range(0, len(whole), size):
+            yield whole[start : start + size]
+
+    first, rest = asyncio.run(begun(pieces(), ()))
+    assert first == begun_with
+    assert rest
+    assert whole.startswith(first + rest)
 
 
 CREATED = b"event: response.created\ndata: "

@@ -9,7 +9,9 @@ import httpx
 import pytest
 
 from tests.support.examples.fake_servers import (
+    MESSAGE_START,
     NAMED_TRANSFER,
+    ROLE_CHUNK,
     FakeServer,
     Received,
     Script,
@@ -323,7 +325,14 @@ def test_an_error_of_the_decode_server_gives_way_to_the_prefill_servers_that_cau
     assert len(other.received) == 1
 
 
-def test_an_error_with_which_ds_stream_begins_gives_way_too(setup: ProxySetup, p: FakeServer, d: FakeServer) -> None:
+@pytest.mark.parametrize(
+    ("path", "begun"),
+    [("/v1/completions", b""), ("/v1/chat/completions", ROLE_CHUNK), ("/v1/messages", MESSAGE_START)],
+    ids=["completions", "chat", "messages"],
+)
+def test_an_error_with_which_ds_stream_begins_gives_way_too(
+    setup: ProxySetup, p: FakeServer, d: FakeServer, path: str, begun: bytes
+) -> None:
     """vLLM has said 200 when it tells of an error in a stream."""
     other = setup.server(answers_as("10.0.0.2", 17))
     proxy = introduced(setup.proxy([p, other], [d]), p, d, other, requests=2)
@@ -334,12 +343,12 @@ def test_an_error_with_which_ds_stream_begins_gives_way_too(setup: ProxySetup, p
             await decodes(received, wire)
             return
         await wire.head()
-        await wire.chunk(b'data: {"error": {"message": "the pull failed", "code": 500}}\n\ndata: [DONE]\n\n')
+        await wire.chunk(begun + b'data: {"error": {"message": "the pull failed", "code": 500}}\n\ndata: [DONE]\n\n')
         gate.set()
         await stalls(received, wire)
 
     p.script, d.script = waits(gate, drops), fails_with_p
-    assert proxy.complete(stream=True).json() == WELL
+    assert proxy.http.post(path, json={"prompt": "a", "stream": True}).json() == WELL
     assert len(other.received) == 1
 
 

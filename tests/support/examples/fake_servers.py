@@ -32,6 +32,12 @@ TRANSFER: dict[str, Any] = {
 ROOM = 9
 #: Of a connector whose transfers can be followed by their names.
 NAMED_TRANSFER: dict[str, Any] = TRANSFER | {"remote_attempt": 0}
+#: With which vLLM begins a chat's stream and a message's when the engine has told anything, be it that it has failed.
+ROLE_CHUNK = (
+    b'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":8,"model":"tiny","choices":[{"index":0,'
+    b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]}\n\n'
+)
+MESSAGE_START = b'event: message_start\ndata: {"type":"message_start","message":{"content":[],"usage":{}}}\n\n'
 
 
 class Received:
