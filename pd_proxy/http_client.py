@@ -5,6 +5,7 @@ vLLM aborts the request.
 """
 
 import asyncio
+import re
 from collections.abc import Coroutine
 from contextlib import suppress
 from http import HTTPStatus
@@ -16,12 +17,15 @@ from starlette.types import Message, Receive, Scope, Send
 
 from pd_proxy import headers as passed
 from pd_proxy.apis import Body, parsed
-from pd_proxy.error_answers import EVENT_END, ErrorShape, RequestError, error_event, error_response
+from pd_proxy.error_answers import EVENT_END, FAILED, ErrorShape, RequestError, error_event, error_response
 from pd_proxy.journal import Record
 
 #: A client that has sent more than its request is not read from, and so not seen to leave, until the server is asked
 #: again whether it is there.
 _LOOK_AGAIN_S = 5.0
+
+#: An error behind other events, with an orderly end: so vLLM ends the streams of an engine that has died, among others.
+_ERROR = re.compile(EVENT_END + b"(?:%b)" % b"|".join(map(re.escape, FAILED)))
 
 
 class Client:
@@ -54,7 +58,12 @@ class Client:
         if self._missing is not None:
             self._missing -= len(piece)
             self.complete |= self._missing == 0
-        self._last = (self._last + piece[-len(EVENT_END) :])[-len(EVENT_END) :]
+        if self._sends_events:
+            seen = self._last + piece
+            self._last = seen[-len(EVENT_END) :]
+            if _ERROR.search(seen) and not self.record.problem:
+                self.record.broken_off = True
+                self.record.problem = f"decode server {self.record.decode_url} ended its stream with an error"
         await self._send({"type": "http.response.body", "body": piece, "more_body": True})
 
     async def end(self) -> None:

@@ -345,6 +345,41 @@ def test_a_stream_that_breaks_off_tells_why_where_an_event_may_stand(
     assert not answer.endswith(b"0\r\n\r\n")
 
 
+@pytest.mark.parametrize("path", TOLD)
+@pytest.mark.parametrize("cut", [0, 1, 9, 10], ids=["one piece", "cut", "before the event's end", "behind it"])
+def test_a_stream_that_ends_with_an_error_of_d_has_failed(
+    proxy: Proxy, d: FakeServer, access_lines: Callable[[int], list[str]], path: str, cut: int
+) -> None:
+    """So vLLM ends the streams of an engine that dies. The end is in good order, and the client gets what D sent."""
+    event, error, done = b"data: {}\n\n", TOLD[path], b"data: [DONE]\n\n"
+
+    async def dies(_: Received, wire: Wire) -> None:
+        await wire.head()
+        for piece in filter(None, (event, event[:cut], event[cut:] + error + done)):
+            await wire.chunk(piece)
+            await asyncio.sleep(0.05)  # a piece of its own
+        await wire.end()
+
+    d.script = dies
+    answer = proxy.http.post(path, json={"prompt": "a", "messages": [], "max_tokens": 5, "stream": True})
+    assert (answer.status_code, answer.content) == (200, 2 * event + error + done)
+    assert f"problem: decode server {d.url} ended its stream with an error" in access_lines(1)[0]
+    assert "pd_proxy_broken_off_total 1" in proxy.http.get("/metrics").text
+
+
+@pytest.mark.parametrize("kind", ["text/event-stream", "text/plain"])
+def test_what_only_looks_like_an_error_is_none(
+    proxy: Proxy, d: FakeServer, access_lines: Callable[[int], list[str]], kind: str
+) -> None:
+    """It is no event of its own, or the answer is no stream."""
+    content = b"data: 1\n%sdata: 2\n\n" % (
+        b"\n" + TOLD["/v1/completions"] if kind == "text/plain" else b'data: {"error": 1}\n'
+    )
+    d.script = answers(200, 2 * content, Content_Type=kind)
+    assert proxy.complete(stream=True).status_code == 200
+    assert "problem" not in access_lines(1)[0]
+
+
 @pytest.mark.parametrize(("leg", "without_extensions"), [("prefill", "1"), ("decode", "")])
 def test_bytes_that_are_not_http_end_an_answer(p: FakeServer, d: FakeServer, leg: str, without_extensions: str) -> None:
     (p if leg == "prefill" else d).script = NOT_HTTP["size"]
