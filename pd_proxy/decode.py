@@ -10,7 +10,7 @@ from http import HTTPStatus
 
 from pd_proxy import headers as passed
 from pd_proxy.apis import Api, Body, encoded
-from pd_proxy.error_answers import COMMENT, FAILED, LegFailed
+from pd_proxy.error_answers import COMMENT, FAILED, FULL, LegFailed
 from pd_proxy.first_token import FirstToken
 from pd_proxy.http_client import Client
 from pd_proxy.moves import Written
@@ -70,7 +70,7 @@ async def run_decode(
             ) as answer,
             aclosing(answer.pieces()) as pieces,
         ):
-            if first_token is not None and answer.status // 100 != 4:
+            if first_token is not None and answer.status // 100 != 4 and answer.status != FULL:
                 await first_token.release()
             # vLLM sends status 200, and the beginning of some streams, before it has computed anything. Held back until
             # there is more, so that a D that dies before is an error for the client and not an empty success.

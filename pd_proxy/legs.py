@@ -27,7 +27,7 @@ from starlette.requests import ClientDisconnect
 from pd_proxy.apis import Body
 from pd_proxy.control import Address
 from pd_proxy.decode import at_once, run_decode
-from pd_proxy.error_answers import LegFailed, LegRefused, NothingHandedOver, Retry, let_go_of_bodies
+from pd_proxy.error_answers import FULL, LegFailed, LegRefused, NothingHandedOver, Retry, let_go_of_bodies
 from pd_proxy.first_token import FirstToken
 from pd_proxy.http_client import Client
 from pd_proxy.journal import NO_PREFILL
@@ -105,7 +105,7 @@ class TwoLegs:
             if failure is None:
                 return
             let_go_of_bodies(failure)
-            if failure.retry is not Retry.NO:
+            if failure.retry is not Retry.NO and failure.status != FULL:
                 self.upstream.control.forget(server.url)
             if failure.retry is Retry.NO or (failure.retry is Retry.ONCE and record.prefill_retries):
                 raise failure
@@ -245,14 +245,14 @@ class TwoLegs:
     async def _judge(self, server: Server, beside: _Prefill | None, status: int) -> None:
         """Note what the status of D's answer tells of D, and of the address of P, if that runs ``beside`` D.
 
-        An error waits for news of P, which may be its cause.
+        An error waits for news of P, which may be its cause. That D is full tells nothing.
         """
         decode, breaker, control = self.client.record.decode_url, self.upstream.breaker, self.upstream.control
         if status == HTTPStatus.OK and beside is None:
             breaker.served_in_turn(decode, server.url, control.of(server.url))
         elif status == HTTPStatus.OK:
             breaker.served_at_once(decode, server.url)
-        elif status >= HTTPStatus.INTERNAL_SERVER_ERROR and beside is not None:
+        elif status >= HTTPStatus.INTERNAL_SERVER_ERROR and status != FULL and beside is not None:
             await beside.last_news()
             if beside.moved is None:  # after P's answer, which tells the address anew
                 control.forget(server.url)  # it may be what D could not use

@@ -215,12 +215,13 @@ def test_an_answer_of_which_the_client_has_more_is_broken_off(
     assert len(d.received) == 1
 
 
+@pytest.mark.parametrize("status", [400, 503])
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("legs", ["in-turn", "together"])
 def test_what_d_refuses_is_the_clients_answer(
-    setup: ProxySetup, p: FakeServer, warnings: Callable[[str], str], legs: str, count: int
+    setup: ProxySetup, p: FakeServer, warnings: Callable[[str], str], legs: str, count: int, status: int
 ) -> None:
-    """P's leg lacks what D refuses: a limit beyond the context, say."""
+    """P's leg lacks what D refuses, a limit beyond the context, say; or D is full, and clients know what to do then."""
     ds = [setup.server(completes) for _ in range(count)]
     proxy = setup.proxy([p], [*ds], legs=legs)
     for _ in ds:
@@ -229,12 +230,12 @@ def test_what_d_refuses_is_the_clients_answer(
         one.received.clear()
     with p_has_answered(proxy, *ds) as gate:
         for one in ds:
-            one.script = waits(gate, answers(400, b'{"error": {}}'))
+            one.script = waits(gate, answers(status, b'{"error": {}}'))
         response = proxy.http.post("/v1/completions", json=GREEDY)
-    assert (response.status_code, response.content) == (400, b'{"error": {}}')
-    assert sum(len(one.received) for one in ds) == 1
-    assert f"legs={legs}" in warnings("status=400")
-    assert "first_token=prefill" not in warnings("status=400")
+    assert (response.status_code, response.content) == (status, b'{"error": {}}')
+    assert (sum(len(one.received) for one in ds), len(p.received)) == (1, count + 1), "nobody computes anything again"
+    assert f"legs={legs}" in warnings(f"status={status}")
+    assert "first_token=prefill" not in warnings(f"status={status}")
     assert "pd_proxy_broken_off_total 0" in proxy.http.get("/metrics").text
 
 

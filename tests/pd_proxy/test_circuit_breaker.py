@@ -16,6 +16,7 @@ from tests.support.examples.fake_servers import (
     answers,
     decodes,
     prefills_by_name,
+    stalls,
 )
 from tests.support.examples.served_proxy import Proxy, ProxySetup
 from tests.support.waiting import ManualClock
@@ -121,6 +122,22 @@ def test_what_the_prefill_server_has_caused_is_not_put_down_to_the_decode_server
     p.script, d.script = prefills_by_name, decodes
     assert [proxy.complete().status_code for _ in range(2)] == [200, 200]
     assert by_name(d.bodies[-1])
+
+
+@pytest.mark.parametrize("full", ["p", "d"])
+def test_a_server_that_is_full_is_put_down_to_nothing(
+    proxy: Proxy, p: FakeServer, d: FakeServer, caplog: pytest.LogCaptureFixture, full: str
+) -> None:
+    """It says so at once, and its connector has heard nothing. Others are under way meanwhile, and served."""
+    assert proxy.complete().status_code == 200
+    for _ in range(3):
+        p.script = answers(503, b'{"error": {}}') if full == "p" else stalls
+        d.script = answers(503, b'{"error": {}}') if full == "d" else stalls
+        assert (proxy.complete().status_code, proxy.complete(stream=True).status_code) == (503, 503)
+        p.script, d.script = prefills_by_name, decodes
+        assert proxy.complete().status_code == 200
+    assert [by_name(body) for body in p.bodies] == [False] + [True] * 9
+    assert "both legs at once" not in caplog.text
 
 
 def test_an_address_that_was_wrong_is_not_put_down_to_the_decode_server() -> None:
