@@ -28,6 +28,10 @@ class PromptDetails:
     created: int | None = None
 
 
+#: Waits for those of P.
+Details = Callable[[], Awaitable[PromptDetails]]
+
+
 @dataclass(frozen=True, slots=True)
 class Figures:
     """What an API calls the figures of a prompt in its answers."""
@@ -69,16 +73,19 @@ class Figures:
         """Return what stands before the figures. Inside of a string, the quotes would stand behind backslashes."""
         return re.compile(rb'%b"%b"\s*:\s*(?=\{)' % (self.before.encode(), self.member.encode()))
 
-    def replaced(self, raw: bytes, details: PromptDetails) -> bytes:
+    async def replaced(self, raw: bytes, details: Details) -> bytes:
         """Return a decode server's figures with the prefill server's in their places, null where they are unknown."""
         try:
             told = json.loads(raw)
         except ValueError:  # nothing that vLLM sends
             return raw
-        known = {self.cached: details.cached, self.created: details.created}
+        if told.keys().isdisjoint((self.cached, self.created)):  # as where a message begins: P may still compute
+            return raw
+        found = await details()
+        known = {self.cached: found.cached, self.created: found.created}
         changed = told | {name: value for name, value in known.items() if name in told}
         if isinstance(turns := told.get(self.turns), list) and len(turns) == 1:
-            changed[self.turns] = [details.cached or 0]
+            changed[self.turns] = [found.cached or 0]
         if self.others and changed != told:
             whole = sum(_count(told.get(name)) or 0 for name in (self.others, *known))
             changed[self.others] = max(0, whole - sum(_count(changed.get(name)) or 0 for name in known))
@@ -95,8 +102,6 @@ RESPONSES_DETAILS = Figures(
 ANTHROPIC = Figures(
     "usage", cached="cache_read_input_tokens", created="cache_creation_input_tokens", others="input_tokens"
 )
-
-Details = Callable[[], Awaitable[PromptDetails]]
 
 
 async def corrected(pieces: AsyncIterator[bytes], figures: Figures, details: Details) -> AsyncIterator[bytes]:
@@ -119,7 +124,7 @@ async def corrected(pieces: AsyncIterator[bytes], figures: Figures, details: Det
                 context, rest = data[max(begin, start - _LONGEST_KEY) : start], data[start:]
                 break
             begin = sent = whole.end() if whole else start + 1
-            passed += figures.replaced(data[start:begin], await details()) if whole else data[start:begin]
+            passed += await figures.replaced(data[start:begin], details) if whole else data[start:begin]
             await asyncio.sleep(0)  # a client may have a piece of thousands echoed
         else:
             passed += data[sent:]
@@ -140,7 +145,7 @@ async def corrected_whole(content: bytes, figures: Figures, details: Details) ->
         found = _OBJECT.match(content, before.end())
         with suppress(ValueError):
             if found is not None and json.loads(found[0]) == told:
-                return content[: found.start()] + figures.replaced(found[0], await details()) + content[found.end() :]
+                return content[: found.start()] + await figures.replaced(found[0], details) + content[found.end() :]
     return content
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pd_proxy.usage import CHAT_DETAILS, PromptDetails, corrected
+from pd_proxy.usage import ANTHROPIC, CHAT_DETAILS, PromptDetails, corrected, corrected_whole
 from tests.support.examples.fake_servers import NAMED_TRANSFER, FakeServer, Received, Script, Wire, answers, opened
 from tests.support.examples.served_proxy import ProxySetup
 from tests.support.waiting import until
@@ -81,6 +81,24 @@ def test_an_answer_gets_ps_figures_wherever_it_is_cut(content: bytes) -> None:
 def test_only_the_figures_wait_for_their_end() -> None:
     pieces = [b'"', b'{"usage":{"prompt_tokens_det', b'ails" : ', b'{"cached', b'_tokens":9}', b"}"]
     assert through(pieces, PromptDetails(4)) == [*pieces[:3], b'{"cached_tokens":4}', b"}"]
+
+
+def test_a_usage_that_tells_nothing_of_caches_does_not_wait_for_p() -> None:
+    """As that with which each message begins, while P may still compute."""
+    whole = b'{"usage":{"input_tokens":9,"output_tokens":0}}'
+    start = b'{"type":"message_start","message":' + whole + b"}"
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield start
+
+    async def too_early() -> PromptDetails:
+        raise AssertionError
+
+    async def run() -> list[bytes]:
+        corrected_start = [piece async for piece in corrected(pieces(), ANTHROPIC, too_early)]
+        return [*corrected_start, await corrected_whole(whole, ANTHROPIC, too_early)]
+
+    assert asyncio.run(run()) == [start, whole]
 
 
 @pytest.mark.parametrize(
