@@ -98,6 +98,7 @@ class Several:
                 part.error = event_of(parsed(part.content))
             if part.status != HTTPStatus.OK or not part.is_whole or part.error:
                 self._ended.set()
+                return
 
     async def _receive(self, content: list[bytes]) -> Message:
         """Give the endpoint a request, and then tell when its client has left."""

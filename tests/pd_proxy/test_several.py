@@ -264,6 +264,20 @@ def test_only_so_many_are_under_way_at_once(proxy: Proxy, d: FakeServer) -> None
     assert 1 < most <= 16
 
 
+def test_behind_one_that_fails_none_is_begun(
+    proxy: Proxy, p: FakeServer, access_lines: Callable[[int], list[str]], warnings: Callable[[str], str]
+) -> None:
+    async def refuses_the_first(received: Received, wire: Wire) -> None:
+        while len(p.received) < 16:
+            await asyncio.sleep(0.002)
+        await (answers(400, ERROR) if received.body["prompt"] == "0" else stalls)(received, wire)
+
+    p.script = refuses_the_first
+    assert proxy.complete(prompt=[str(number) for number in range(40)]).status_code == 400
+    assert warnings("problem: prompt 0 failed with status 400"), "the last line of all"
+    assert len(access_lines(17)) == 17, "one of each that was begun, and one of the whole"
+
+
 def test_a_client_that_leaves_takes_all_prompts_along(
     proxy: Proxy, d: FakeServer, access_lines: Callable[[int], list[str]]
 ) -> None:
