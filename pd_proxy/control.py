@@ -54,6 +54,7 @@ class ControlAddresses:
         self._clock = clock
         self._told: dict[str, _Told] = {}
         self._cutting: set[str] = set()  # servers that have left the last token of their last prompt to D
+        self._doubted: set[str] = set()  # servers whose last answer told nothing
 
     @property
     def prompts_are_cut(self) -> bool:
@@ -68,6 +69,7 @@ class ControlAddresses:
     def learn(self, url: str, transfer: dict[str, Any]) -> None:
         """Note the address in the ``kv_transfer_params`` of a server's answer, and whether the prompt is cut."""
         (self._cutting.add if transfer.get("prompt_is_cut") is True else self._cutting.discard)(url)
+        self._doubted.discard(url)
         address = _address(transfer)
         if address is None:
             self.forget(url)
@@ -87,8 +89,14 @@ class ControlAddresses:
             logger.info("prefill server %s has a new control address, %s", url, address)
         told.now = address
 
-    def forget(self, url: str) -> None:
-        """Take a server for a new one. It could not be reached, or its address did not serve."""
+    def forget(self, url: str, *, is_sure: bool = True) -> None:
+        """Take a server for a new one. It could not be reached, or its address did not serve.
+
+        ``is_sure``: if not, its answer told nothing, as if D did not need the transfer. Two in a row are enough.
+        """
+        if not is_sure and url not in self._doubted:
+            self._doubted.add(url)
+            return
         self._told.pop(url, None)
         self._cutting.discard(url)
 

@@ -92,7 +92,7 @@ class NothingHandedOver(LegFailed):
             shown, detail = "unknown", f"the reason is {repr(finish_reason)[:500]}; {detail}"
         what = f"returned no kv_transfer_params (finish reason {shown}, expected 'length')"
         super().__init__(HTTPStatus.BAD_GATEWAY, "prefill", url, what, detail)
-        self.text_ended = finish_reason == "stop"  # with its one token
+        self.finish_reason = finish_reason
         self.details = details
 
 

@@ -194,9 +194,9 @@ class TwoLegs:
             elif self._first_token is not None:
                 await self._first_token.send(answer)
         except NothingHandedOver as failure:
-            # D has given the transfer up, or is told of its end now: what becomes of the request is for D to say.
+            # D needs nothing, has given up, or is told of its end now: what becomes of the request is for D to say.
             prefill.text_ended, prefill.details = self._text_ended(failure), failure.details
-            logger.info("%s, for a request that D asks for by name", failure)
+            logger.info("%s, for a request that D asks for by name: it may need nothing", failure.cause)
         except (asyncio.CancelledError, ClientDisconnect):  # who watches the client ends the other leg, too
             return  # raised, it would be part of a circle with the request's bodies: see ``let_go_of_bodies``
         except Exception as failure:  # raised where the decode leg runs, if it is none of a server's
@@ -210,7 +210,7 @@ class TwoLegs:
     def _text_ended(self, failure: Failure) -> bool:
         """Return whether a prefill leg handed nothing over because its token ends the text, as it may."""
         may_end = self.begun is not None or "ignore_eos" not in self.upstream.api.one_token
-        return may_end and isinstance(failure, NothingHandedOver) and failure.text_ended
+        return may_end and isinstance(failure, NothingHandedOver) and failure.finish_reason == "stop"
 
     async def _run_prefill(self, server: Server, transfer_id: str | None = None) -> Body:
         used = self.begun is not None

@@ -48,8 +48,9 @@ async def run_prefill(
         _refuse(answer, text, record.identity)
     try:
         checked = checked_answer(upstream.api, answer.url, text)
-    except LegFailed:
-        upstream.control.forget(answer.url)
+    except LegFailed as failure:
+        is_whole = isinstance(failure, NothingHandedOver) and failure.finish_reason == "length"
+        upstream.control.forget(answer.url, is_sure=transfer_id is None or not is_whole)  # D may have told P so
         raise
     record.prompt_tokens = upstream.api.figures.prompt_tokens(checked)
     upstream.control.learn(answer.url, checked["kv_transfer_params"])

@@ -140,6 +140,23 @@ def test_a_server_that_is_full_is_put_down_to_nothing(
     assert "both legs at once" not in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("reason", "in_turn"), [("length", [0, 5]), ("error", [0, 2, 4, 5])], ids=["unwanted", "for another reason"]
+)
+def test_a_prefill_server_that_hands_nothing_over_is_a_new_one_if_it_does_so_again(
+    proxy: Proxy, p: FakeServer, caplog: pytest.LogCaptureFixture, reason: str, in_turn: list[int]
+) -> None:
+    """Once is no sign of that where its answer is whole: D has all of a prompt, or has given its transfer up."""
+    caplog.set_level(logging.INFO)
+    nothing = answers(200, b'{"choices": [{"finish_reason": "%b"}], "kv_transfer_params": null}' % reason.encode())
+    for script in (prefills_by_name, nothing, prefills_by_name, nothing, nothing, prefills_by_name, prefills_by_name):
+        p.script = script
+        proxy.complete()
+    assert [number for number, body in enumerate(p.bodies) if not by_name(body)] == in_turn
+    lines = [line for line in caplog.messages if "by name: it may need nothing" in line]
+    assert len(lines) == (3 if reason == "length" else 2)
+
+
 def test_an_address_that_was_wrong_is_not_put_down_to_the_decode_server() -> None:
     breaker = CircuitBreaker()
     for _ in range(3):
