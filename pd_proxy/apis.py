@@ -48,7 +48,7 @@ def _finite(text: str) -> float:
 
 
 def _refused(number: str) -> NoReturn:
-    raise ValueError(f"{number} is not a JSON number")
+    raise ValueError(f"{number[:40]} is not a JSON number")  # it may be megabytes, and is logged
 
 
 #: Tools that vLLM itself may run, and ask the model again with their results.

@@ -33,11 +33,12 @@ def message(response: httpx.Response) -> str:
         (b'{"prompt": "\xff"}', "not valid JSON"),
         (b'{"temperature": NaN}', "NaN is not a JSON number"),
         (b'{"temperature": 1e400}', "1e400 is not a JSON number"),
+        (b'{"temperature": %b.5}' % (b"9" * 5000), f"JSON: {'9' * 40} is not a JSON number"),
         (b"[" * 100_000, "not valid JSON"),
         (b'["prompt"]', "must be a JSON object, not list"),
         (b'{"prompt": "' + b"x" * 1000 + b'"}', "larger than 1000 bytes"),
     ],
-    ids=["empty", "cut", "not UTF-8", "NaN", "infinite", "too deep", "array", "too large"],
+    ids=["empty", "cut", "not UTF-8", "NaN", "infinite", "long", "too deep", "array", "too large"],
 )
 def test_a_body_that_is_no_json_object_is_refused(
     setup: ProxySetup, p: FakeServer, d: FakeServer, content: bytes, told: str
