@@ -2,7 +2,6 @@
 
 import argparse
 import gc
-import ipaddress
 import logging
 import os
 import socket
@@ -139,23 +138,10 @@ def _leg_urls(leg: Leg, urls: list[str], hosts: list[str], ports: list[int]) -> 
         raise ValueError(
             f"--{name}-hosts names {len(hosts)} and --{name}-ports {len(ports)}; give one port for each host, in order"
         )
-    for port in ports:
-        if not 1 <= port <= 65535:
-            raise ValueError(f"--{name}-ports has {port}; a port is a number from 1 to 65535")
-    return tuple(f"http://{_url_host(leg, host)}:{port}" for host, port in zip(hosts, ports, strict=True))
-
-
-def _url_host(leg: Leg, host: str) -> str:
-    """Return a host as it stands in a URL."""
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        if not host or not set(host).isdisjoint(":/[]@?# "):
-            raise ValueError(
-                f"--{_NAMES[leg]}-hosts has {host!r}; write a host name or an IP address there, and a URL with --{leg}"
-            ) from None
-        return host
-    return f"[{address}]" if address.version == 6 else str(address)
+    for host in hosts:
+        if not host or host.count(":") == 1 or not set(host).isdisjoint("/[]@?# "):
+            raise ValueError(f"--{name}-hosts has {host!r}; write a host name or an IP address there, or --{leg} URL")
+    return tuple(f"http://{Address(host, port)}" for host, port in zip(hosts, ports, strict=True))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -123,10 +123,10 @@ def _check_paths(paths: tuple[str, ...]) -> None:
 
 
 def _check_url(leg: str, url: str) -> None:
-    parts = urlsplit(url)
     try:
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number, or beyond 65535
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and " " not in url
+    except ValueError:  # a port that is no number, or beyond 65535; brackets around what is no IPv6 address
         usable = False
     if not usable or parts.path or parts.query or parts.fragment or parts.username is not None:
         raise ValueError(

@@ -76,8 +76,11 @@ def test_decode_servers_may_be_named_as_in_vllm() -> None:
             ["--prefiller-hosts", "a", "b", "--prefiller-ports", "1"],
             "--prefiller-hosts names 2 and --prefiller-ports 1; give one port for each host, in order",
         ),
-        (["--prefiller-ports", "70000"], "--prefiller-ports has 70000; a port is a number from 1 to 65535"),
-        (["--prefiller-ports", "0"], "--prefiller-ports has 0; a port is a number from 1 to 65535"),
+        (
+            ["--prefiller-ports", "70000"],
+            "prefill server 'http://localhost:70000' is not a base URL; write http://HOST:PORT",
+        ),
+        (["--prefiller-ports", "0"], "prefill server 'http://localhost:0' is not a base URL"),
         (["--prefiller-ports", "http"], "argument --prefiller-ports/--prefiller-port: invalid int value: 'http'"),
         (
             ["--prefiller-hosts", "http://a"],
@@ -85,6 +88,8 @@ def test_decode_servers_may_be_named_as_in_vllm() -> None:
         ),
         (["--prefiller-hosts", "a:1"], "--prefiller-hosts has 'a:1'; write a host name or an IP address there"),
         (["--prefiller-hosts", ""], "--prefiller-hosts has ''; write a host name or an IP address there"),
+        (["--prefill", "http://a b:1"], "prefill server 'http://a b:1' is not a base URL; write http://HOST:PORT"),
+        (["--prefill", "http://[a:1"], "prefill server 'http://[a:1' is not a base URL; write http://HOST:PORT"),
         (["--prefiller-hosts", "a", "a"], "a prefill server is named twice: http://a:8100, http://a:8100"),
         (["--prefiller", "http://a:1"], "unrecognized arguments: --prefiller http://a:1"),
         (["--prefill", "http://a:1", "--shutdown-timeout", "-1"], "--shutdown-timeout is -1; it must be 0 or more"),
