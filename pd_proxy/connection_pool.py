@@ -115,7 +115,7 @@ class Connections:
         self._answer_timeout_s = settings.request_timeout_s
         self._connect_timeout_s = settings.connect_timeout_s
         self._tls = settings.tls()
-        self._session: aiohttp.ClientSession | None = None
+        self._session: aiohttp.ClientSession  # while this is entered
 
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
@@ -132,7 +132,6 @@ class Connections:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        assert self._session is not None
         await self._session.close()
 
     async def send(self, method: str, url: str, headers: HeaderList, content: bytes | None) -> Response:
@@ -143,7 +142,6 @@ class Connections:
             aiohttp.ClientError: there is no answer, for another reason.
             TimeoutError: the server does not take the connection (``aiohttp.ConnectionTimeoutError``), or is silent.
         """
-        assert self._session is not None
         as_text = [(name, passed.as_text(value)) for name, value in headers]
         # aiohttp's own limit begins when the request is sent: a server might not read it.
         async with asyncio.timeout(self._answer_timeout_s):
@@ -160,7 +158,6 @@ class Connections:
 
     async def is_well(self, url: str, timeout_s: float) -> bool:
         """Return whether a page answers 200 within so many seconds."""
-        assert self._session is not None
         try:
             limit = aiohttp.ClientTimeout(timeout_s)
             async with self._session.get(url, timeout=limit, allow_redirects=False) as answer:

@@ -31,7 +31,6 @@ class RequestSummary:
 
     place: int  # in the order in which requests ended; 0 while it is under way
     identity: str
-    path: str
     at: float  # when it came in, seconds of Unix time
     legs: str  # how they were sent; empty without a prefill leg
     prefill_url: str
@@ -42,8 +41,6 @@ class RequestSummary:
     first_byte: float | None
     ended: float | None
     status: int
-    retries: int
-    alone: str  # why D has served it alone; empty if it has not
     failure: str  # in a sentence; empty if there was none
 
 
@@ -147,7 +144,6 @@ def _summary(record: Record, place: int = 0) -> RequestSummary:
     return RequestSummary(
         place=place,
         identity=record.identity[:_LONGEST_ID],
-        path=record.path,
         at=time.time() - (time.monotonic() - record.started),
         legs=record.legs,
         prefill_url=record.prefill_url,
@@ -158,7 +154,5 @@ def _summary(record: Record, place: int = 0) -> RequestSummary:
         first_byte=after(record.decode_at, record.first_byte_s),
         ended=since(record.ended),
         status=record.status,
-        retries=record.prefill_retries,
-        alone=record.undivided,
         failure=record.failure[:_LONGEST_FAILURE],
     )

@@ -90,9 +90,7 @@ class Tracing:
         Raises:
             ModuleNotFoundError: OpenTelemetry is not installed.
         """
-        self._provider: TracerProvider | None = None
-        if endpoint is not None:
-            self._provider = _provider(endpoint)
+        self._provider = None if endpoint is None else _provider(endpoint)
 
     def request(self, method: str, path: str, headers: Mapping[str, str]) -> Trace:
         """Begin a request's span, below that which its headers name."""

@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 from pd_proxy.control import ControlAddresses
 from pd_proxy.error_answers import error_response
 from pd_proxy.recent import KEPT_S, MAX_ENDED, Recent
-from pd_proxy.servers import Leg, Server, Servers
+from pd_proxy.servers import Server, Servers
 
 #: How often a page that is open hears of changes.
 _INTERVAL_S = 1.0
@@ -95,14 +95,13 @@ class StatusPage:
         return state, ended[-1].place if ended else place
 
     def _servers(self, servers: Servers) -> list[dict[str, Any]]:
-        address = self._control.of if servers.leg == Leg.PREFILL else lambda _: None
         return [
             {
                 "leg": servers.leg,
                 "url": one.url,
                 "in_flight": one.in_flight,
                 "state": _state_of(one),
-                "control": str(address(one.url) or ""),
+                "control": str(self._control.of(one.url) or ""),  # shown for prefill servers
             }
             for one in servers.members
         ]

@@ -44,21 +44,16 @@ def test_the_client_is_told_unless_asked_otherwise(
     assert f"{ALONE} 0" in proxy.http.get("/metrics").text
 
 
-def test_a_decode_server_computes_the_prompt_and_that_is_counted_and_shown(
+def test_a_decode_server_computes_the_prompt_and_that_is_counted_and_logged(
     setup: ProxySetup, d: FakeServer, closed_port: str, full_backlog: str, access_lines: Callable[[int], list[str]]
 ) -> None:
-    proxy = setup.proxy(
-        [closed_port, full_backlog], [d], without_prefill="decode", connect_timeout_s=0.2, status_page=True
-    )
+    proxy = setup.proxy([closed_port, full_backlog], [d], without_prefill="decode", connect_timeout_s=0.2)
     assert_computed_by_d(proxy.complete(), d)
     line = access_lines(1)[0]
     assert "status=200" in line
     assert "legs=- " in line
     assert "not disaggregated: no prefill server" in line
     assert f"{ALONE} 1" in proxy.http.get("/metrics").text
-    with proxy.http.stream("GET", "/status/events") as events:
-        shown = next(line for line in events.iter_lines() if line.startswith("data: "))
-    assert '"alone":"no prefill server"' in shown
 
 
 @pytest.mark.parametrize(
