@@ -18,8 +18,10 @@ from pd_proxy.servers import Answer, Server
 from pd_proxy.upstream import Upstream
 from pd_proxy.usage import Details, corrected, corrected_whole
 
-#: A chat's first chunk. vLLM sends it, and a message's start, with an engine's first news, also if these are a failure.
-_CHUNK, _ROLE = b'data: {"id"', re.compile(rb'"delta":\s*\{"role":\s*"\w*",\s*"content":\s*""\}')
+#: Beginnings of events, and what tells those among them that vLLM sends with an engine's first news, also if these are
+#: a failure: a message's start, and a chat's roles.
+_NEWS = (b"event: message_start\n", b'data: {"id"')
+_FIRST = re.compile(rb'event: message_start\n|"delta":\s*\{"role":\s*"\w*",\s*"content":\s*""\}')
 
 
 async def at_once(_: int) -> None:
@@ -139,12 +141,14 @@ async def begun(pieces: AsyncIterator[bytes], preludes: tuple[bytes, ...]) -> tu
 
     ``preludes``: such events of the API, beside comments and those with which a chat and a message begin.
     """
-    lines = [COMMENT, _CHUNK, *(b"event: " + name + b"\n" for name in (b"message_start", *preludes))]
+    lines = (COMMENT, *_NEWS, *(b"event: " + name + b"\n" for name in preludes))
     data, start, searched = bytearray(await anext(pieces, b"")), 0, 0
     while any(line.startswith(data[start : start + len(line)]) for line in lines):
         if (end := data.find(b"\n\n", searched)) >= 0:
-            if data.startswith(_CHUNK, start) and not _ROLE.search(data, start, end):
-                break
+            if data.startswith(_NEWS, start):
+                if not _FIRST.search(data, start, min(end, start + 1000)):  # behind that, there may be megabytes
+                    break
+                lines = _NEWS  # a comment behind it says that D computes, and that a parser hides the text
             start = searched = end + 2
         elif more := await anext(pieces, b""):
             searched = max(start, len(data) - 1)  # a request of megabytes is echoed there

@@ -93,6 +93,19 @@ def test_what_comes_with_an_engines_first_news_is_no_answer_yet(size: int, begun
     assert whole.startswith(first + rest)
 
 
+@pytest.mark.parametrize("begun_with", [2 * ROLE_CHUNK, MESSAGE_START], ids=["chat", "message"])
+def test_a_comment_behind_the_first_news_is_passed_on_at_once(begun_with: bytes) -> None:
+    """A parser may hide what D computes for minutes, and clients wait no longer than comments tell them to."""
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b": keep-alive\n\n" + begun_with
+        yield b": keep-alive\n\n"
+        raise AssertionError
+
+    first, rest = asyncio.run(begun(pieces(), ()))
+    assert (first, rest) == (b": keep-alive\n\n" + begun_with, b": keep-alive\n\n")
+
+
 CREATED = b"event: response.created\ndata: "
 PRELUDES = (b"response.created", b"response.in_progress")
 
