@@ -159,8 +159,7 @@ class Connections:
     async def is_well(self, url: str, timeout_s: float) -> bool:
         """Return whether a page answers 200 within so many seconds."""
         try:
-            limit = aiohttp.ClientTimeout(timeout_s)
-            async with self._session.get(url, timeout=limit, allow_redirects=False) as answer:
+            async with asyncio.timeout(timeout_s), self._session.get(url, allow_redirects=False) as answer:
                 return answer.status == 200
         except (aiohttp.ClientError, TimeoutError):
             return False

@@ -174,15 +174,13 @@ class TwoLegs:
             await asyncio.wait([prefill.running])
         if self.client.started:
             return None
+        if not isinstance(prefill.failure, LegFailed | LegRefused | None):
+            raise prefill.failure
         if prefill.text_ended:
             await self.alone(_ENDS_AT_ONCE)
         elif prefill.moved is not None:
             await self._in_turn(prefill.moved, server)
-        elif not isinstance(prefill.failure, LegFailed | LegRefused | None):
-            raise prefill.failure
-        else:
-            return prefill.failure
-        return None
+        return prefill.failure
 
     async def _prefill_beside(self, prefill: _Prefill, decoding: asyncio.Task[None]) -> None:
         """Run the prefill leg, and end the decode leg where that is no use any more."""
