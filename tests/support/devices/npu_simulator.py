@@ -13,7 +13,8 @@ Environment variables, read at every call:
 
     SIMACL_DEVICES=n             devices, 1 by default; torch asks only once
     SIMACL_COPY_US=n             how long each copy on a stream takes at least
-    SIMACL_FAIL_AT=i             entry i of a batch of copies fails; those before it are under way
+    SIMACL_FAIL_AT=i             entry i of a batch of copies fails, also by itself; those before it are under way
+    SIMACL_REFUSE_BATCHES=n      every n-th batch is refused half way, though each of its copies is right
     SIMACL_BATCH_UNSUPPORTED=1   the call for batches answers FEATURE_NOT_SUPPORT
     SIMACL_LOST=1                whoever asks how far the device is gets LOST_HEARTBEAT; it goes on with its work
     SIMACL_NIC=1                 the process reaches device memory at its addresses: its network engine plays a NIC

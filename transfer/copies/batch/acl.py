@@ -7,6 +7,8 @@ The contract of the batch call:
 - The attributes must match where each address really is, including the device number.
 - Only 4,096 copies per call are safe to assume, which is the limit of the synchronous call.
 - After an error, the copies before the refused one are in progress.
+- It looks both addresses of each copy up, which ``aclrtMemcpyAsync`` leaves out where the driver cannot tell of all
+  memory. So it may refuse as invalid what the single call takes.
 - Driver or chip may return ``FEATURE_NOT_SUPPORT`` at run time even if the symbol exists.
 - Pageable host memory is accepted, but each such copy blocks.
 """
@@ -118,6 +120,10 @@ class AclRuntime(CopyRuntime):
     def is_unsupported(self, code: int) -> bool:
         """See ``CopyRuntime``."""
         return code == abi.FEATURE_NOT_SUPPORT
+
+    def is_stricter(self, code: int) -> bool:
+        """See ``CopyRuntime``."""
+        return code in (abi.INVALID_PARAM, abi.RT_PARAM_INVALID)
 
     def is_pageable(self, address: int) -> bool:
         """See ``CopyRuntime``. False where the runtime cannot tell."""

@@ -15,6 +15,8 @@ LOCATION_DEVICE = 1
 LOCATION_UNREGISTERED = 2
 
 SUCCESS = 0
+INVALID_PARAM = 100000
+RT_PARAM_INVALID = 107000
 FEATURE_NOT_SUPPORT = 207000
 NO_INDEX = ctypes.c_size_t(-1).value  # in failIndex: no single entry failed
 
@@ -57,15 +59,15 @@ REQUIRED = ("aclrtMemcpyAsync", "aclrtMallocHost", "aclrtFreeHost")
 
 #: code -> (name, what it means here and what to do). Only the codes that copies are known to return.
 ERRORS: dict[int, tuple[str, str]] = {
-    100000: ("ACL_ERROR_INVALID_PARAM", "the call was malformed"),
-    107000: (
+    INVALID_PARAM: ("ACL_ERROR_INVALID_PARAM", "the call was malformed"),
+    RT_PARAM_INVALID: (
         "ACL_ERROR_RT_PARAM_INVALID",
         "an address is not in the memory that the direction requires, is on another device, or the range is too long",
     ),
     107001: ("ACL_ERROR_RT_INVALID_DEVICEID", "no such device; see ASCEND_RT_VISIBLE_DEVICES"),
     107002: ("ACL_ERROR_RT_CONTEXT_NULL", "no device is set in the calling thread"),
     107003: ("ACL_ERROR_RT_STREAM_CONTEXT", "the stream belongs to another device than the one set in this thread"),
-    207000: ("ACL_ERROR_RT_FEATURE_NOT_SUPPORT", "the driver or chip does not support this"),
+    FEATURE_NOT_SUPPORT: ("ACL_ERROR_RT_FEATURE_NOT_SUPPORT", "the driver or chip does not support this"),
     207001: ("ACL_ERROR_RT_MEMORY_ALLOCATION", "out of memory; request less"),
     507000: ("ACL_ERROR_RT_INTERNAL_ERROR", "the runtime failed; see the device's log (~/ascend/log)"),
     507010: ("ACL_ERROR_RT_LOST_HEARTBEAT", "the device does not answer; restart the process, see npu-smi info"),

@@ -103,6 +103,10 @@ class CudaRuntime(CopyRuntime):
         """See ``CopyRuntime``."""
         return code == abi.NOT_SUPPORTED
 
+    def is_stricter(self, code: int) -> bool:
+        """See ``CopyRuntime``. No such answer is known of CUDA."""
+        return False
+
     def is_pageable(self, address: int) -> bool:
         """See ``CopyRuntime``. The driver reports an address that it does not know as an invalid value."""
         return self._kind_of(address)[0] == abi.INVALID_VALUE

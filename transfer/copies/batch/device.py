@@ -15,6 +15,9 @@ from transfer.copies.batch.streams import DeviceStream
 
 logger = logging.getLogger(__name__)
 
+#: Batches in a row that are refused, and their copies taken, before no more are tried.
+_MOST_REFUSED = 8
+
 
 class Refusal(NamedTuple):
     """The driver refused a submission. The copies before the refused one are in progress."""
@@ -59,6 +62,10 @@ class CopyRuntime(ABC):
         """Return whether an error of ``submit_batch`` means that driver or chip supports no batches at all."""
 
     @abstractmethod
+    def is_stricter(self, code: int) -> bool:
+        """Return whether ``submit_batch`` may answer so although ``submit_singly`` takes each of the copies."""
+
+    @abstractmethod
     def is_pageable(self, address: int) -> bool:
         """Return whether ``address`` is host memory that the driver does not know as pinned."""
 
@@ -76,6 +83,8 @@ class DeviceBackend(CopyBackend):
         self._stream = stream
         self._direction = direction
         self._batches = runtime.takes_batches
+        self._refused_batches = 0  # in a row, see ``_MOST_REFUSED``
+        self._said_refused = False
         self._warned = not direction.has_host_end  # there is no host memory to warn about
         if not self._batches:
             logger.warning(
@@ -113,27 +122,48 @@ class DeviceBackend(CopyBackend):
 
     def _submit_from(self, first: int, copies: Copies, *, sources_ready: bool) -> int:
         """Submit the next copies, in one call if the driver supports it, and return how many."""
-        part, refusal = copies[first:], None
+        part, of_batch = copies[first:], None
         if self._batches:
             part = copies[first : first + self._runtime.chunk]
-            refusal = self._runtime.submit_batch(
+            of_batch = self._runtime.submit_batch(
                 part, self._direction, self._stream.handle(), sources_ready=sources_ready
             )
-            if refusal is not None and self._runtime.is_unsupported(refusal.code):
-                self._disable_batches(refusal)
-        if not self._batches:  # copies that a refused batch has begun are repeated: the same bytes, in stream order
-            refusal = self._runtime.submit_singly(part, self._direction, self._stream.handle())
+            if of_batch is None:
+                self._refused_batches = 0
+                return len(part)
+            if self._runtime.is_unsupported(of_batch.code):
+                self._disable_batches(of_batch, "is not supported by this driver or chip")
+            elif not self._runtime.is_stricter(of_batch.code):
+                raise self._refused(of_batch, first, copies)
+        # Copies that a refused batch has begun are repeated: the same bytes, in stream order.
+        refusal = self._runtime.submit_singly(part, self._direction, self._stream.handle())
         if refusal is not None:
             raise self._refused(refusal, first, copies)
+        if of_batch is not None and self._batches:
+            self._note_refused_batch(of_batch, len(part))
         return len(part)
 
-    def _disable_batches(self, refusal: Refusal) -> None:
+    def _disable_batches(self, refusal: Refusal, why: str) -> None:
         self._batches = False
         logger.warning(
-            "%s: %s is not supported by this driver or chip (%d %s). From now on every copy is submitted on its own, "
-            "which takes longer per block; a newer driver may support batches",
-            self._runtime.platform, refusal.call, refusal.code, self._runtime.explain(refusal.code).name,
+            "%s: %s %s (%d %s). From now on every copy is submitted on its own, which takes longer per block; a newer "
+            "driver may support batches",
+            self._runtime.platform, refusal.call, why, refusal.code, self._runtime.explain(refusal.code).name,
         )  # fmt: skip
+
+    def _note_refused_batch(self, refusal: Refusal, count: int) -> None:
+        """Take note of a refused batch whose copies were taken one by one: nothing is wrong with them."""
+        self._refused_batches += 1
+        if self._refused_batches == _MOST_REFUSED:
+            self._disable_batches(refusal, f"has refused {_MOST_REFUSED} batches in a row, whose copies were taken")
+        elif not self._said_refused:
+            self._said_refused = True
+            logger.warning(
+                "%s, %s: %s refused a batch of %d copies (%d %s) and took each of them on its own, which takes longer "
+                "per block. The next batches are tried again; this is logged once",
+                self._runtime.platform, self._direction.value, refusal.call, count, refusal.code,
+                self._runtime.explain(refusal.code).name,
+            )  # fmt: skip
 
     def _refused(self, refusal: Refusal, first: int, copies: Copies) -> CopyFailed:
         error = self._runtime.explain(refusal.code)
