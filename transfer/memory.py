@@ -1,7 +1,9 @@
 """Host memory that transfers use: plain, pinned for a device's copy engines, or lent out in equal slots."""
 
+import ctypes
 import logging
 import mmap
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -18,6 +20,21 @@ logger = logging.getLogger(__name__)
 def warn_of_node(node: int, error: OSError) -> None:
     """Log that memory was not asked for on a NUMA node, and why: it is good all the same."""
     logger.warning("host memory is not placed on NUMA node %d: %s", node, error.strerror or error)
+
+
+def is_readable(address: int) -> bool:
+    """Return whether the kernel can send the byte at ``address`` for this process, by a socket or a pipe.
+
+    It cannot if that is a device's memory, where the CPU does not reach it.
+    """
+    write = ctypes.CDLL(None).write
+    write.argtypes, write.restype = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t), ctypes.c_ssize_t
+    reading, writing = os.pipe()
+    try:
+        return bool(write(writing, address, 1) == 1)
+    finally:
+        os.close(reading)
+        os.close(writing)
 
 
 class HostMemory:

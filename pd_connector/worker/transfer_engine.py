@@ -1,9 +1,11 @@
 """The transfer engine of a worker, as the settings ask for it."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 
 from layout.cost import CostModel
+from layout.geometry import Region
 from pd_connector.config import ConfigError, ConnectorConfig
 from pd_connector.engine_limits import ENGINE_LIMITS
 from pd_connector.vllm.ascend_options import ASCEND_STORE
@@ -14,6 +16,7 @@ from pd_connector.worker.same_host import with_second_way
 from transfer.engine.interface import TransferEngine
 from transfer.engine.mooncake import IDENTITY_BYTES, MooncakeEngine, MooncakeOptions
 from transfer.engine.rdma import has_rdma_device
+from transfer.memory import is_readable
 from transfer.peers import is_own_address, loopback_of
 
 logger = logging.getLogger(__name__)
@@ -47,6 +50,23 @@ def goes_through_device(transport: str, device_type: str) -> bool:
     took two to three times as long while it was read, and from 8,000 tokens on the first token came later than in turn.
     """
     return transport == "tcp" and device_type == "cuda"
+
+
+def check_reaches(config: ConnectorConfig, regions: Sequence[Region]) -> None:
+    """Raise unless the transport can read and write ``regions``, the memory of this worker's caches.
+
+    Mooncake would register them and open links, and then every read would fail: without CUDA, its TCP transport gives
+    the addresses to sockets.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    protocol = transport(config)
+    if device_type() == "npu" and protocol == "tcp" and regions and not is_readable(regions[0].address):
+        raise ConfigError(
+            f"protocol = {protocol!r}: the CPU cannot read this NPU's memory, and Mooncake sends no other over TCP; "
+            "leave protocol out on both sides, which then take ascend"
+        )
 
 
 def _own_host(config: ConnectorConfig) -> str:
@@ -100,6 +120,9 @@ def open_engine(
 
     On CUDA with ``protocol: auto``, it has a second way to peers on the same host.
 
+    Raises:
+        ConfigError: the transport is not one of this platform, or the host not of this machine.
+
     Args:
         is_read: whether peers read this worker's memory.
         lend: as ``lender`` returns it.
@@ -107,6 +130,11 @@ def open_engine(
             there is no second way.
     """
     protocol, tuning = transport(config), config.tuning
+    if protocol == "rdma" and device_type() == "npu":
+        raise ConfigError(
+            "protocol = 'rdma': on an NPU, Mooncake takes ascend whatever it is told (RoCE between machines); leave "
+            "protocol out on both sides"
+        )
     if config.protocol == "auto" and protocol != default_protocol():
         logger.warning(
             "PDConnector: this machine has no RDMA device that can be opened and has an active port, so KV cache is "

@@ -48,7 +48,14 @@ from pd_connector.worker.pulls import Pulls
 from pd_connector.worker.readers import host_reader, remote_reader
 from pd_connector.worker.remote_reader import RemoteReader
 from pd_connector.worker.same_host import first_way, same_host_address
-from pd_connector.worker.transfer_engine import goes_through_device, lender, open_engine, read_cost, transport
+from pd_connector.worker.transfer_engine import (
+    check_reaches,
+    goes_through_device,
+    lender,
+    open_engine,
+    read_cost,
+    transport,
+)
 from pd_connector.worker.unawaited_pulls import LandingPulls, PrefixPulls
 from pd_connector.worker.verification import Verifier
 from pd_connector.worker.worker_role import Arrivals, FailedBlocks, WorkerRole, fail_transfers
@@ -131,6 +138,7 @@ class ConnectorWorker:
         ]
         geometry = describe_caches(kv_caches, groups, ranks, engine.address)
         geometry = replace(geometry, transport=transport(config), identity=engine.identity)
+        check_reaches(config, geometry.regions)
         self._caches = caches = _RegisteredCaches(ranks, geometry, kv_caches, tensors, on_host)
         host_slots, host = 0, None
         if config.cpu_bytes_to_use:
@@ -326,7 +334,7 @@ class ConnectorWorker:
         if self._uses_host and transport(self._config) == "ascend":
             raise ConfigError(
                 f"host_transfers = {self._config.host_transfers!r}: over the Ascend transport (HCCS) no transfer "
-                "begins or ends in host memory; set it to 'off', or protocol to tcp or rdma"
+                "begins or ends in host memory; set it to 'off'"
             )
 
     def _register_host(self, engine: TransferEngine) -> None:

@@ -1,7 +1,9 @@
 """Memory of this process for tests to copy from and to, filled so that every byte tells where it came from."""
 
+import ctypes
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +26,18 @@ class Memory:
         memory = cls(size)
         memory.view[:] = noise(size, seed)
         return memory
+
+
+@contextmanager
+def out_of_reach(region: Region) -> Iterator[None]:
+    """The CPU cannot touch these whole pages, as it cannot touch a device's memory."""
+    protect = ctypes.CDLL(None).mprotect
+    protect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    assert protect(region.address, region.size, 0) == 0
+    try:
+        yield
+    finally:
+        assert protect(region.address, region.size, mmap.PROT_READ | mmap.PROT_WRITE) == 0
 
 
 def noise(size: int, seed: int = 0) -> Bytes:

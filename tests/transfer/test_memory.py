@@ -11,9 +11,10 @@ from contextlib import ExitStack
 import pytest
 
 from layout.geometry import Region
+from tests.support.memory import Memory, out_of_reach
 from tests.support.waiting import WAIT_S, holds_for
 from transfer import numa
-from transfer.memory import HostMemory, SlotPool
+from transfer.memory import HostMemory, SlotPool, is_readable
 
 
 def pool_of(size: int, slots: int) -> SlotPool:
@@ -33,6 +34,14 @@ def test_host_memory_is_page_aligned_and_can_be_written_from_end_to_end() -> Non
 def test_host_memory_without_bytes_is_refused(size: int) -> None:
     with pytest.raises(ValueError, match=f"must be positive, not {size} bytes"):
         HostMemory(size)
+
+
+def test_memory_that_the_cpu_does_not_reach_is_known() -> None:
+    memory = Memory(2 * mmap.PAGESIZE)
+    assert is_readable(memory.region.end - 1)
+    with out_of_reach(memory.region):
+        assert not is_readable(memory.region.address)
+    assert is_readable(memory.region.address)
 
 
 def test_slots_are_aligned_disjoint_and_inside_the_region() -> None:

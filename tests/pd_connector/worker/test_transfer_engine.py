@@ -49,6 +49,12 @@ def test_without_an_rdma_device_cuda_takes_tcp_with_a_warning_unless_rdma_is_ask
     assert ("this machine has no RDMA device" in caplog.text) == warns
 
 
+def test_rdma_is_refused_on_an_npu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer_engine, "device_type", lambda: "npu")
+    with pytest.raises(ConfigError, match=r"^protocol = 'rdma': on an NPU, .*leave protocol out on both sides$"):
+        transfer_engine.open_engine(parse_config({"host": "127.0.0.1", "protocol": "rdma"}), is_read=True)
+
+
 def test_numbers_of_the_user_are_passed_on(options: Callable[..., MooncakeOptions]) -> None:
     tuning = {"descriptors_per_call": 5, "max_descriptors_in_flight": 50, "longest_poll_us": 70.0}
     limits = options("cpu", tuning=tuning).limits

@@ -31,6 +31,7 @@ from pd_connector.worker.worker import ConnectorWorker
 from pd_connector.worker.worker_role import PartEnd, WorkerRole
 from tests.support.connector.vllm_engine import BLOCK_TOKENS, CACHES, LAYERS, a_config
 from tests.support.engine.in_process import InProcessEngine, InProcessFabric
+from tests.support.memory import Memory, out_of_reach
 from transfer.engine.interface import EngineStartError
 
 Calls = list[tuple[str, str]]
@@ -257,9 +258,20 @@ def test_host_memory_is_registered_and_shown_only_if_settings_say_so_and_nothing
 def test_a_transport_that_cannot_use_host_memory_is_refused(worker_of: Open, kv_role: str, transfers: str) -> None:
     worker = worker_of(kv_role, cpu_bytes_to_use=64 << 20, protocol="ascend", host_transfers=transfers)
     with pytest.raises(
-        ConfigError, match=f"host_transfers = '{transfers}': over the Ascend transport.*protocol to tcp or rdma"
+        ConfigError, match=f"host_transfers = '{transfers}': over the Ascend transport.*; set it to 'off'$"
     ):
         worker.side.register_caches({name: torch.zeros(8, 2, BLOCK_TOKENS, 128) for name in LAYERS})
+
+
+def test_caches_of_an_npu_that_no_socket_can_send_are_refused_over_tcp(
+    worker_of: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = Memory(len(LAYERS) * 8 * 2 * BLOCK_TOKENS * 128 * 4)
+    whole = torch.from_numpy(memory.view).view(torch.float32).view(len(LAYERS), 8, 2, BLOCK_TOKENS, 128)
+    caches = dict(zip(LAYERS, whole, strict=True))
+    monkeypatch.setattr("pd_connector.worker.transfer_engine.device_type", lambda: "npu")
+    with out_of_reach(memory.region), pytest.raises(ConfigError, match=r"^protocol = 'tcp': .*leave protocol out on"):
+        worker_of("kv_producer").side.register_caches(caches)
 
 
 @pytest.mark.parametrize(
