@@ -238,7 +238,7 @@ class MooncakeEngine(TransferEngine):
             if self._closed:
                 raise ReadFailed(f"transfer engine {self.address} is closed", settled=True)
             limits = self.options.limits
-            window = self._windows.setdefault(address, Window(limits.in_flight, limits.in_flight_s))
+            window = self._windows.setdefault(address, limits.window())
             link = self._link_kind(self, address, peer, identity, window)
             self._links.add(link)  # so that ``close`` waits for it
         try:

@@ -6,6 +6,8 @@ to a peer, descriptors a call and the longest pause can be set instead.
 
 from dataclasses import dataclass
 
+from transfer.engine.window import Window
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -21,6 +23,11 @@ class Limits:
     piece_bytes: int  # larger descriptors are split
     alignment: int = 1  # of the address of memory that is registered, in bytes
     most_regions: int | None = None  # that can be registered; None: no limit is known
+    most_calls: int | None = None  # to one peer, over all reads; None: as descriptors and time allow
+
+    def window(self) -> Window:
+        """Return what counts what is in flight to one peer."""
+        return Window(self.in_flight, self.in_flight_s, self.most_calls)
 
     def pause_s(self, elapsed_s: float) -> float:
         """Return how long to sleep between two looks at a read that has taken ``elapsed_s`` so far."""
@@ -46,10 +53,13 @@ LIMITS = {
     # Descriptors become slices of 64 KiB, of which the first 512 of a larger one are posted before the rest is looked
     # at. If Mooncake then refuses the call, they are in flight unnoticed: so none is as large as that.
     "rdma": Limits(256, 2048, 2e-3, 65536, 50e-6, 200e-6, 16 << 20),
-    # A call is one job of a pool of eight threads, issued in batches of 256, and only one job runs for a peer at a
-    # time: long calls, and two of them, so that the next is ready. More would only hold threads that other peers need.
+    # A call is one job of a pool of 16 threads (ASCEND_THREAD_POOL_SIZE), issued in batches of 256, and only one job
+    # runs for a peer at a time: long calls, and two of them, so that the next is ready. More would only hold threads
+    # that other peers need: a job to a peer that has died lasts until ASCEND_TRANSFER_TIMEOUT, and nothing ends it.
     # Each call lasts for two sleeps: 4 ms in flight. A piece is shorter than a call, so that two fit.
     # CANN (HIXL) says that over HCCS, connections may fail unless memory is aligned to pages of 2 MiB. vllm-ascend's
     # own connectors register no more than 256 regions.
-    "ascend": Limits(1024, 2048, 4e-3, 65536, 200e-6, 1e-3, 16 << 20, alignment=2 << 20, most_regions=256),
+    "ascend": Limits(
+        1024, 2048, 4e-3, 65536, 200e-6, 1e-3, 16 << 20, alignment=2 << 20, most_regions=256, most_calls=2
+    ),
 }

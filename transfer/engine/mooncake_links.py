@@ -204,8 +204,8 @@ class MooncakeLink(Link):
                 self._used_at = time.monotonic()
                 if reading.in_flight:
                     self._broken = "broken by a read that failed and must be closed first"
-                    count = sum(batch.descriptors for batch in reading.in_flight)
-                    release = partial(self.window.release_abandoned, count)  # which they still occupy
+                    count = sum(batch.descriptors for batch in reading.in_flight)  # which they still occupy
+                    release = partial(self.window.release_abandoned, len(reading.in_flight), count)
                     self._leftovers.append(Leftover(self.address, reading.in_flight, release))
                     self._watch(self._leftovers[-1])
 

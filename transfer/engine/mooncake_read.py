@@ -105,7 +105,7 @@ class MooncakeRead:
             for call in list(self._calls):
                 if call.batch.look().is_final:
                     self._calls.remove(call)
-                    self._window.release_abandoned(call.batch.descriptors)
+                    self._window.release_abandoned(1, call.batch.descriptors)
             waited = time.monotonic() - started
             if not self._calls or waited >= patience_s or closing():
                 return not self._calls

@@ -133,6 +133,13 @@ def test_of_what_cann_refuses_its_own_answer_is_named(
     library.unregister_memory.assert_called_once_with(100 * MIB)
 
 
+def test_a_peer_occupies_two_threads_of_the_transport_however_many_reads_there_are_from_it() -> None:
+    limits = OPTIONS.limits
+    window = limits.window()
+    reads = [window.enter() for _ in range(4)]
+    assert sum(window.try_acquire(read, limits.per_call // 4, window.call_s) for read in reads * 2) == 2
+
+
 def test_other_transports_have_none_of_these_rules() -> None:
     engines = mooncake_engines()
     for engine in (next(engines), next(engines)):

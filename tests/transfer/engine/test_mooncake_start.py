@@ -22,7 +22,6 @@ from transfer.engine.interface import EngineStartError, ReadFailed
 from transfer.engine.mooncake import PROTOCOLS, MooncakeEngine, MooncakeOptions
 from transfer.engine.mooncake_limits import LIMITS
 from transfer.engine.mooncake_native import NativeEngine, NativeOptions, set_environment
-from transfer.engine.window import Window
 
 
 @pytest.mark.parametrize(("given", "meant"), [("TCP", "tcp"), ("rmda", "rdma"), ("ascent", "ascend")])
@@ -83,13 +82,13 @@ def test_on_rdma_a_window_of_small_descriptors_outlasts_a_pause_at_the_rate_of_t
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_a_call_in_flight_outlasts_a_pause_while_the_other_is_replaced(protocol: str) -> None:
     limits = LIMITS[protocol]
-    assert Window(limits.in_flight, limits.in_flight_s).call_s >= 2 * limits.longest_pause_s
+    assert limits.window().call_s >= 2 * limits.longest_pause_s
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_no_piece_is_longer_than_a_call(protocol: str) -> None:
     limits, cost = LIMITS[protocol], CostModel.of_protocol(protocol)
-    call_s = Window(limits.in_flight, limits.in_flight_s).call_s
+    call_s = limits.window().call_s
     assert cost.read_s(1, limits.piece_bytes) <= call_s
 
 

@@ -132,9 +132,54 @@ def test_a_read_that_failed_leaves_its_descriptors_behind_and_its_time_to_others
     window.leave(failed)
     assert window.in_flight == 60
     assert window.try_acquire(other, 10, CALL_S)
-    window.release_abandoned(50)
+    window.release_abandoned(1, 50)
     assert window.in_flight == 20
     window.check_integrity()
+
+
+def test_calls_are_bounded_where_each_holds_a_thread() -> None:
+    window = Window(100, BUDGET_S, most_calls=2)
+    long, short, third = entered(window, 100.0), entered(window, 3.0), entered(window, 1.0)
+    assert [window.try_acquire(flow, 1, 0.1) for flow in (long, short, third, long)] == [True, True, False, False]
+    window.release(short, 1, 0.1)
+    assert not window.try_acquire(long, 1, 0.1), "one that has nothing in flight waits"
+    assert window.try_acquire(third, 1, 0.1)
+    window.release(third, 1, 0.1)
+    assert window.try_acquire(long, 1, 0.1), "nobody else waits"
+
+
+def test_calls_of_a_read_that_has_failed_are_counted_until_they_have_ended() -> None:
+    window = Window(100, BUDGET_S, most_calls=2)
+    failed, other = entered(window), entered(window)
+    assert window.try_acquire(failed, 10, 0.1)
+    assert window.try_acquire(failed, 10, 0.1)
+    window.leave(failed)
+    assert not window.try_acquire(other, 1, 0.1)
+    window.release_abandoned(1, 10)
+    assert window.try_acquire(other, 1, 0.1)
+    assert not window.try_acquire(other, 1, 0.1)
+    window.release_abandoned(1, 10)
+    assert window.try_acquire(other, 1, 0.1)
+    window.check_integrity()
+
+
+def test_a_long_read_takes_turns_with_short_ones_that_keep_coming() -> None:
+    """Two calls may be in flight, and there are always three short reads, each of one call."""
+    window = Window(100, BUDGET_S, most_calls=2)
+    long, short = entered(window, 100.0), [entered(window, 1.0) for _ in range(3)]
+    wire: list[Flow] = []
+    calls_of_long = 0
+    for _ in range(100):
+        for flow in [flow for flow in short if flow not in wire] + [long] * (long not in wire):
+            if window.try_acquire(flow, 1, CALL_S):
+                wire.append(flow)
+        done = wire.pop(0)
+        window.release(done, 1, CALL_S)
+        calls_of_long += done is long
+        if done is not long:
+            window.leave(done)
+            short[short.index(done)] = entered(window, 1.0)
+    assert calls_of_long >= 20
 
 
 def test_more_is_in_flight_where_reads_are_late_and_no_more_when_they_are_in_time_again(window: Window) -> None:
@@ -152,9 +197,9 @@ def test_more_is_in_flight_where_reads_are_late_and_no_more_when_they_are_in_tim
 class SharedWindow(RuleBasedStateMachine):
     """Reads that come, submit, fail and go in any order."""
 
-    @initialize(capacity=st.integers(4, 40))
-    def begins(self, capacity: int) -> None:
-        self.window = Window(capacity, BUDGET_S)
+    @initialize(capacity=st.integers(4, 40), most_calls=st.none() | st.integers(1, 4))
+    def begins(self, capacity: int, most_calls: int | None) -> None:
+        self.window, self.most_calls = Window(capacity, BUDGET_S, most_calls), most_calls
         self.calls: dict[Flow, list[tuple[int, float]]] = {}
         self.abandoned: list[int] = []
 
@@ -189,7 +234,7 @@ class SharedWindow(RuleBasedStateMachine):
     @rule()
     def what_was_abandoned_settles(self) -> None:
         if self.abandoned:
-            self.window.release_abandoned(self.abandoned.pop())
+            self.window.release_abandoned(1, self.abandoned.pop())
 
     @property
     def in_flight_s(self) -> float:
@@ -202,6 +247,8 @@ class SharedWindow(RuleBasedStateMachine):
         self.window.check_integrity()
         descriptors = sum(count for calls in self.calls.values() for count, _ in calls) + sum(self.abandoned)
         assert self.window.in_flight == descriptors <= self.window.capacity
+        calls = sum(map(len, self.calls.values())) + len(self.abandoned)
+        assert self.most_calls is None or calls <= self.most_calls
         assert self.in_flight_s <= BUDGET_S + CALL_S * len(self.calls)
 
     @invariant()
@@ -220,10 +267,10 @@ TestSharedWindow.settings = settings(max_examples=150, stateful_step_count=40, d
 
 
 @settings(deadline=None)
-@given(lengths=st.lists(st.integers(1, 40), min_size=2, max_size=4), others=st.integers(0, 3))
-def test_every_read_ends_and_a_shorter_one_ends_first(lengths: list[int], others: int) -> None:
+@given(lengths=st.lists(st.integers(1, 40), min_size=2, max_size=4), most_calls=st.sampled_from([None, 1, 2, 3]))
+def test_every_read_ends_and_a_shorter_one_ends_first(lengths: list[int], most_calls: int | None) -> None:
     """Reads of equal calls over a wire that carries one call after another, fairly."""
-    window = Window(1000, BUDGET_S)
+    window = Window(1000, BUDGET_S, most_calls)
     left = {entered(window, float(length)): length for length in lengths}
     wire: list[Flow] = []
     ended: list[int] = []
