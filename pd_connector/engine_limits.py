@@ -20,7 +20,8 @@ class EngineLimits:
     #: For how many prompts that P is still computing D pulls at a time, and the share of its blocks that they may hold.
     max_pulls_ahead: int = 16
     max_ahead_fraction: float = 0.5
-    #: For which D waits for P to answer a message, or for a connection to one of its workers.
+    #: For which D waits for P to answer a message, or for a connection to one of its workers. On Ascend, CANN's time
+    #: for a link comes on top (ASCEND_TRANSFER_TIMEOUT).
     handshake_timeout_s: float = 10.0
     #: For which D keeps a connection to P without a pull.
     peer_idle_s: float = 600.0

@@ -1,6 +1,7 @@
-"""The keys that recipes of vllm-ascend give its Mooncake connectors: understood, compared with what is found, unused.
+"""The keys that recipes of vllm-ascend give its Mooncake connectors: understood, and compared with what is found.
 
 So a recipe needs no other change than the connector's name. An engine's sizes are learnt from it, not from these keys.
+Of all keys, only ``qos_priority`` is used.
 """
 
 from collections.abc import Mapping
@@ -32,7 +33,7 @@ class EngineSizes(BaseModel):
 
 
 class RecipeKeys(BaseModel):
-    """The keys of ``kv_connector_extra_config`` that are understood and not used."""
+    """The keys of ``kv_connector_extra_config`` that are understood beside this connector's settings."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -40,3 +41,6 @@ class RecipeKeys(BaseModel):
     ascend_local_comm_res_path: str = ""
     prefill: EngineSizes = EngineSizes()
     decode: EngineSizes = EngineSizes()
+    #: The class of P/D traffic in the NPUs' network. Where it is left out, vllm-ascend's connectors have 1; here it is
+    #: CANN's own, because not all releases of CANN take the option (9.1.0-beta.1 does not).
+    qos_priority: Annotated[int, Field(ge=0, le=4, strict=True)] | None = None

@@ -115,6 +115,7 @@ def open_engine(
     connect_timeout_s: float = ENGINE_LIMITS.handshake_timeout_s,
     lend: LendEngine | None = None,
     has_secret: bool | None = None,
+    qos: int | None = None,
 ) -> TransferEngine:
     """Return a Mooncake engine, which waits ``connect_timeout_s`` for a peer.
 
@@ -128,6 +129,7 @@ def open_engine(
         lend: as ``lender`` returns it.
         has_secret: whether the control channel is authenticated, so that handles of memory may be sent over it; None:
             there is no second way.
+        qos: class of traffic on Ascend; None: CANN's.
     """
     protocol, tuning = transport(config), config.tuning
     if protocol == "rdma" and device_type() == "npu":
@@ -150,6 +152,7 @@ def open_engine(
         longest_pause_s=None if tuning.longest_poll_us is None else tuning.longest_poll_us * 1e-6,
         connect_timeout_s=connect_timeout_s,
         cost=read_cost(config),
+        qos=qos,
     )
     # Over HCCS, peers cannot read host memory.
     identities = DeviceIdentityMemory.on_npu(IDENTITY_BYTES) if protocol == "ascend" else None

@@ -99,6 +99,7 @@ class ConnectorWorker:
             connect_timeout_s=limits.handshake_timeout_s,
             lend=lender(config),
             has_secret=self._keys is not None,
+            qos=recipe_keys(extra_config(vllm_config)).qos_priority,
         )
         self._allowed = AllowedPeers(config.allowed_peers)
         self._engine: TransferEngine | None = None

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,18 @@ def environment(tmp_path: Path) -> dict[str, str]:
     }
 
 
+def serve(environment: dict[str, str], *pool_registers: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [*COMMAND, "serve", *pool_registers],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT_OF_PROJECT,
+    )  # fmt: skip
+
+
+def peer_of(serving: "subprocess.Popen[str]") -> str:
+    assert serving.stdout is not None
+    return next(line.removeprefix("PEER ") for line in serving.stdout if line.startswith("PEER "))
+
+
 @pytest.mark.parametrize(
     "pool_registers", [(), ("before",), ("after",)], ids=["alone", "behind a pool", "before a pool"]
 )
@@ -38,13 +51,9 @@ def test_device_memory_is_read_and_the_peer_proves_who_it_is(
     environment: dict[str, str], pool_registers: tuple[str, ...]
 ) -> None:
     """Also by the engine that vllm-ascend's pool of KV blocks uses: the memory is registered once, whoever is first."""
-    serving = subprocess.Popen(
-        [*COMMAND, "serve", *pool_registers],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT_OF_PROJECT,
-    )  # fmt: skip
-    assert serving.stdout is not None
+    serving = serve(environment, *pool_registers)
     try:
-        peer = next(line.removeprefix("PEER ") for line in serving.stdout if line.startswith("PEER "))
+        peer = peer_of(serving)
         (published,) = Path(environment["SIMADXL_DIR"]).iterdir()
         starts = [line.split()[0] for line in published.read_text().splitlines()[1:]]
         assert starts.count(str(json.loads(peer)[1])) == 1
@@ -59,6 +68,39 @@ def test_device_memory_is_read_and_the_peer_proves_who_it_is(
     assert found["equal"]
     assert found["counts"], "batches are told by Mooncake's own counters"
     assert found["impostor"].startswith("another process than the one that was announced answers at")
+
+
+@pytest.fixture
+def peers(environment: dict[str, str]) -> Iterator[list[str]]:
+    """Two peers."""
+    serving = [serve(environment) for _ in range(2)]
+    try:
+        yield [peer_of(each) for each in serving]
+    finally:
+        for each in serving:
+            each.communicate("", timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("timeout", "said"),
+    [
+        ({}, []),
+        ({"ASCEND_TRANSFER_TIMEOUT": "1000"}, ["CANN did not make the link within 1 s (ASCEND_TRANSFER_TIMEOUT), and"]),
+    ],
+    ids=["in time", "too late"],
+)
+def test_links_that_cann_makes_one_after_another_have_its_time(
+    environment: dict[str, str], peers: list[str], timeout: dict[str, str], said: list[str]
+) -> None:
+    """The last of them takes longer than a peer has for its first answer, which is 5 s."""
+    done = subprocess.run(
+        [*COMMAND, "link", *peers], capture_output=True, text=True, timeout=120, check=False, cwd=ROOT_OF_PROJECT,
+        env={**environment, **timeout, "SIMADXL_LINK_MS": "3000"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    refusals = json.loads(done.stdout.splitlines()[-1])
+    assert [[text for text in said if text in refusal] for refusal in refusals] == [said] * 2
+    assert bool(said) == any(refusals), refusals
 
 
 def test_without_cann_the_wheel_says_what_it_lacks(environment: dict[str, str]) -> None:

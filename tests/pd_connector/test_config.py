@@ -179,6 +179,7 @@ RECIPE = {
     "ascend_local_comm_res_path": "/etc/hixlep",
     "prefill": {"dp_size": 1, "pp_size": 2, "tp_size": 16, "pp_layer_partition": "41,37"},
     "decode": {"dp_size": 16, "tp_size": 2},
+    "qos_priority": 1,
 }
 
 
@@ -197,6 +198,8 @@ def test_a_recipes_keys_are_understood_beside_the_settings_and_are_none() -> Non
         ("decode", {"tp": 4}, r"decode.tp = 4: extra inputs are not permitted"),
         ("decode", 4, r"decode = 4: .* dictionary"),
         ("use_ascend_direct", "maybe", r"use_ascend_direct = 'maybe': .* boolean"),
+        ("qos_priority", 5, "qos_priority = 5: .* less than or equal to 4"),
+        ("qos_priority", True, "qos_priority = True: .* integer"),
     ],
 )
 def test_a_recipes_key_with_a_wrong_value_is_refused(key: str, value: Any, says: str) -> None:

@@ -35,7 +35,7 @@ from transfer.engine.mooncake_settling import Settling
 from transfer.engine.rdma import INFINIBAND_DEVICES, VERBS_DEVICES, has_rdma_device
 from transfer.engine.window import Window
 from transfer.memory import SlotPool
-from transfer.peers import parse_address
+from transfer.peers import parse_address, parse_ip
 
 PROTOCOLS = ("tcp", "rdma", "ascend")
 
@@ -66,9 +66,10 @@ class MooncakeOptions:
     max_descriptors_in_flight: int | None = None  # to one peer, over all threads; None: what suits the protocol
     longest_pause_s: float | None = None  # between two looks at a read; None: what suits the protocol
     progress_timeout_s: float = 10.0  # a transfer that moves no byte for this long has failed
-    connect_timeout_s: float = 5.0  # for a peer's first answer
+    connect_timeout_s: float = 5.0  # for a peer's first answer; on Ascend, the link's own time comes after it
     cost: CostModel | None = None  # by which time in flight is predicted; None: the protocol's
     engine_per_link: bool | None = None  # whether each link has its own engine; None: only on TCP
+    qos: int | None = None  # class of traffic on Ascend; None: CANN's
 
     def __post_init__(self) -> None:
         if self.protocol not in PROTOCOLS:
@@ -94,6 +95,11 @@ class MooncakeOptions:
             )
         if self.host.startswith("[") or self.host.count(":") == 1:
             raise EngineStartError(f"host {self.host!r} must be without port and brackets: the OS chooses the port")
+        if self.protocol == "ascend" and parse_ip(self.host) is None:
+            raise EngineStartError(
+                f"host {self.host!r}: CANN takes IP addresses only; set host, or VLLM_HOST_IP, to that of a network "
+                "interface of this machine"
+            )
 
     @property
     def isolated(self) -> bool:
@@ -120,7 +126,9 @@ class MooncakeOptions:
     @property
     def native(self) -> NativeOptions:
         """The options that start the library."""
-        return NativeOptions(self.host, self.protocol, self.devices, self.progress_timeout_s, self.connect_timeout_s)
+        return NativeOptions(
+            self.host, self.protocol, self.devices, self.progress_timeout_s, self.connect_timeout_s, self.qos
+        )
 
 
 class MooncakeEngine(TransferEngine):

@@ -17,6 +17,7 @@ import numpy as np
 from layout.copies import Copies
 from layout.geometry import Identity
 from layout.regions import RegionTable
+from transfer.engine.ascend_environment import TRANSFER_TIMEOUT
 from transfer.engine.batches import check_copies, split_large
 from transfer.engine.identity import NONCE_BYTES, wrong_identity
 from transfer.engine.interface import EngineStartError, GivenUp, Link, ReadFailed, never
@@ -62,6 +63,7 @@ class MooncakeLink(Link):
         self._identity = identity
         self._busy = threading.Lock()  # held while it connects or reads, and by close when it ends the engine
         self._closing = threading.Event()
+        self._answered = threading.Event()  # set once only its identity is waited for
         self._used_at = time.monotonic()  # when the peer was last waited for
         self._broken = ""  # why reads are refused, "" if they are not
         self._leftovers: list[Leftover] = []  # of failed reads
@@ -90,6 +92,8 @@ class MooncakeLink(Link):
     def connect(self) -> None:
         """Wait for the peer's first answer, up to the connect timeout, and find out whether it is the right one.
 
+        On Ascend, the link is made after that answer, for which there is as much time as CANN has.
+
         Raises:
             ReadFailed: the peer did not answer, or is another (always settled: only scratch memory was written).
         """
@@ -110,9 +114,8 @@ class MooncakeLink(Link):
         # Mooncake's first calls to a peer take no timeout, so another thread makes them.
         thread = threading.Thread(target=lambda: answers.append(self._meet(native)), name="pd-connect", daemon=True)
         thread.start()
-        deadline = started + self._options.connect_timeout_s
-        while thread.is_alive() and time.monotonic() < deadline and not self._closing.is_set():
-            thread.join(min(0.05, max(deadline - time.monotonic(), 0.0)))
+        while thread.is_alive() and (left_s := self._left_s(native, started)) > 0 and not self._closing.is_set():
+            thread.join(min(0.05, left_s))
         if answers:  # at the last moment: only the thread has not ended yet
             thread.join()
         if thread.is_alive():
@@ -136,6 +139,11 @@ class MooncakeLink(Link):
                 settled=True,
             )
 
+    def _left_s(self, native: NativeEngine, started: float) -> float:
+        """Return for how long the peer's first answer, and then the link, is still waited for."""
+        link_s = native.link_s if self._answered.is_set() else 0.0
+        return started + self._options.connect_timeout_s + link_s - time.monotonic()
+
     def _meet(self, native: NativeEngine) -> str:
         """Make the first calls to the peer. Returns why it cannot be read, empty if it can."""
         if self.reads_with_shared or self._identity is None:
@@ -143,7 +151,10 @@ class MooncakeLink(Link):
                 return "it refused the connection"
             if self._identity is None:
                 return ""
-        nonce = self._read_nonce(native, self._identity, self._options.connect_timeout_s)
+        self._answered.set()
+        nonce = self._read_nonce(native, self._identity, native.link_s or self._options.connect_timeout_s)
+        if nonce is None and native.link_s and self._broken and not self._closing.is_set():
+            return f"CANN did not make the link within {native.link_s:g} s ({TRANSFER_TIMEOUT}), and is still trying"
         if nonce is None:
             return "it refused the connection or the read"
         return "" if nonce == self._identity.nonce else _ANOTHER

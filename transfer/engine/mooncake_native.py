@@ -27,6 +27,7 @@ from typing import Any
 
 from layout.geometry import Region
 from layout.regions import describe_region
+from transfer.engine.ascend_environment import ascend_settings, link_s, set_qos
 from transfer.engine.interface import EngineStartError
 from transfer.peers import Address, parse_address, parse_ip, resolve
 
@@ -69,12 +70,16 @@ class NativeOptions:
     devices: str  # comma-separated network devices, "" for all
     progress_timeout_s: float  # Mooncake gives up a transfer that moves no byte for this long
     connect_timeout_s: float
+    qos: int | None = None  # class of traffic on Ascend; None: CANN's
 
 
 def set_environment(options: NativeOptions, environment: MutableMapping[str, str]) -> None:
     """Set the variables that Mooncake reads to what this project needs, unless the user has set them.
 
     Mooncake reads them on import and when its first engine starts, so the first engine of a process decides.
+
+    Raises:
+        EngineStartError: a variable of the user's that others are derived from, or merged with, is wrong.
     """
     progress_s = str(max(1, math.ceil(options.progress_timeout_s)))
     settings = {
@@ -95,8 +100,9 @@ def set_environment(options: NativeOptions, environment: MutableMapping[str, str
         settings["MC_CONN_PAUSE_TTL_MS"] = "2000"  # after a connection failed, fail at once instead of trying again
         settings["MC_HANDSHAKE_CONNECT_TIMEOUT"] = str(min(2, max(1, math.ceil(options.connect_timeout_s))))
     if options.protocol == "ascend":
-        settings["ASCEND_CONNECT_TIMEOUT"] = str(math.ceil(1000 * options.connect_timeout_s))
-        settings["ASCEND_TRANSFER_TIMEOUT"] = str(math.ceil(1000 * options.progress_timeout_s))
+        settings |= ascend_settings(environment, options.connect_timeout_s)
+        if options.qos is not None:
+            set_qos(environment, options.qos)
     if options.protocol == "tcp":
         settings["MC_FORCE_TCP"] = "1"  # otherwise Mooncake uses any RDMA device that it finds
     if environment.get(_IPV6) in ("", "0"):
@@ -117,7 +123,7 @@ def load(options: NativeOptions) -> Any:
     """Set the environment, import Mooncake and return its TransferEngine class.
 
     Raises:
-        EngineStartError: Mooncake or a library that it needs is not installed.
+        EngineStartError: Mooncake or a library that it needs is not installed, or the environment is wrong.
     """
     set_environment(options, os.environ)
     try:
@@ -205,6 +211,7 @@ class NativeEngine:
         self._options = options
         self._is_lent = lend is not None
         new = load(options)  # also sets the environment
+        self._link_s = link_s(os.environ) if options.protocol == "ascend" else 0.0
         try:
             self._engine: Any = new() if lend is None else lend(options.host)
         except RuntimeError as error:
@@ -236,6 +243,11 @@ class NativeEngine:
     def address(self) -> str:
         """Where peers reach this engine: ``host:port``, the host in brackets if it is an IPv6 address."""
         return str(Address(self._options.host, self._port))
+
+    @property
+    def link_s(self) -> float:
+        """For how long the first read of a peer may make the link. 0 where ``exchange_metadata`` does, or nothing."""
+        return self._link_s
 
     def refusal(self, address: str) -> str:
         """Return why this engine can never reach a peer at ``address``, empty if it may."""

@@ -2,12 +2,16 @@
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pd_connector.config import ConfigError, parse_config
+from pd_connector.stats import StatsRecorder
 from pd_connector.worker import transfer_engine
+from pd_connector.worker.worker import ConnectorWorker
+from tests.support.connector.vllm_engine import CACHES, a_config
 from transfer import peers
 from transfer.engine.mooncake import MooncakeOptions
 
@@ -60,6 +64,15 @@ def test_numbers_of_the_user_are_passed_on(options: Callable[..., MooncakeOption
     limits = options("cpu", tuning=tuning).limits
     assert (limits.per_call, limits.in_flight) == (5, 50)
     assert limits.longest_pause_s == pytest.approx(70e-6)
+
+
+def test_a_recipes_class_of_traffic_reaches_the_engine(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[MooncakeOptions] = []
+    monkeypatch.setattr(transfer_engine, "MooncakeEngine", lambda options, *_: made.append(options))
+    settings = {"host": "127.0.0.1", "protocol": "tcp", "qos_priority": 3}
+    config = a_config(model, "kv_producer", "fail", **settings)
+    ConnectorWorker(config, CACHES, parsed := parse_config(settings), StatsRecorder())._make_engine(parsed)
+    assert made[0].native.qos == 3
 
 
 @pytest.mark.parametrize("host", ["203.0.113.7", "2001:db8::7", "no-such-host.invalid"])

@@ -2,16 +2,18 @@
 
     python -m tests.support.ascend.mooncake_peer serve [before | after]
     python -m tests.support.ascend.mooncake_peer read PEER
+    python -m tests.support.ascend.mooncake_peer link PEER ...
 
 Below Mooncake's transport for Ascend is a stand-in for CANN's ADXL (``adxl/adxl.cpp``); ``build_adxl`` compiles it. A
 process that serves prints ``PEER`` and how to reach it, and lives until its standard input ends. With ``before`` or
 ``after``, it shares vllm-ascend's engine with a pool, which registers the same memory before or after it does. One that
-reads prints what it found, as JSON.
+reads prints what it found, as JSON; one that links opens links to all peers at once, and prints why each was refused.
 """
 
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -119,8 +121,25 @@ def read(peer: str) -> None:
     print(json.dumps(found), flush=True)  # noqa: T201  its result
 
 
+def link(*peers: str) -> None:
+    """Open a link to each peer, all at once."""
+    from transfer.engine.interface import ReadFailed  # noqa: PLC0415
+
+    engine, _ = start()
+
+    def refusal(peer: str) -> str:
+        address, start_of_memory, page, nonce = json.loads(peer)
+        try:
+            engine.open(address, [Region(start_of_memory, SERVED_BYTES)], Identity(page, bytes.fromhex(nonce))).close()
+        except ReadFailed as refused:
+            return str(refused)
+        return ""
+
+    with ThreadPoolExecutor(len(peers)) as threads:
+        refusals = list(threads.map(refusal, peers))
+    engine.close()
+    print(json.dumps(refusals), flush=True)  # noqa: T201  its result
+
+
 if __name__ == "__main__":
-    if sys.argv[1] == "serve":
-        serve(*sys.argv[2:])
-    else:
-        read(sys.argv[2])
+    {"serve": serve, "read": read, "link": link}[sys.argv[1]](*sys.argv[2:])

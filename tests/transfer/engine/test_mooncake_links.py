@@ -52,6 +52,7 @@ class World:
     def start(self, options: object, lend: object = None) -> MagicMock:
         native: MagicMock = create_autospec(NativeEngine, instance=True)
         native.address, native.refusal.return_value, native.counts = "127.0.0.1:15000", "", True
+        native.link_s = 0.0
         self.natives.append(native)
         return native
 

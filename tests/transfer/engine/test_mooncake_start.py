@@ -1,9 +1,10 @@
 """Options, limits, environment and start-up errors of the Mooncake engine.
 
-Covers: transfer.engine.rdma, transfer.engine.mooncake_limits.
+Covers: transfer.engine.rdma, transfer.engine.mooncake_limits, transfer.engine.ascend_environment.
 """
 
 import importlib
+import json
 import os
 import socket
 from collections.abc import Callable
@@ -18,10 +19,13 @@ from layout.copies import Copies
 from layout.cost import CostModel
 from tests.support.memory import Memory, even_copies
 from transfer.engine import mooncake_native, rdma
+from transfer.engine.ascend_environment import link_s
 from transfer.engine.interface import EngineStartError, ReadFailed
 from transfer.engine.mooncake import PROTOCOLS, MooncakeEngine, MooncakeOptions
 from transfer.engine.mooncake_limits import LIMITS
 from transfer.engine.mooncake_native import NativeEngine, NativeOptions, set_environment
+
+RESOURCES = "ASCEND_GLOBAL_RESOURCE_CONFIG"
 
 
 @pytest.mark.parametrize(("given", "meant"), [("TCP", "tcp"), ("rmda", "rdma"), ("ascent", "ascend")])
@@ -132,12 +136,56 @@ def test_asynchronous_transfers_of_ascend_are_refused_by_name(monkeypatch: pytes
         MooncakeEngine(MooncakeOptions("127.0.0.1", protocol="ascend"))
 
 
-def test_the_environment_of_ascend() -> None:
-    environment = {"ASCEND_CONNECT_TIMEOUT": "99"}
+@pytest.mark.parametrize(
+    ("given", "milliseconds"),
+    [
+        ({}, 33064),  # as vllm-ascend's connectors: 7 times 4.096 us * 2^20, and 3 s
+        ({"HCCL_RDMA_TIMEOUT": "14", "HCCL_RDMA_RETRY_CNT": "3"}, 3201),
+        ({"ASCEND_TRANSFER_TIMEOUT": "10000"}, 10000),
+    ],
+)
+def test_the_environment_of_ascend(given: dict[str, str], milliseconds: int) -> None:
+    environment = {"ASCEND_CONNECT_TIMEOUT": "99", **given}
     set_environment(NativeOptions("10.0.0.5", "ascend", "", 2.5, 5.0), environment)
     assert environment["ASCEND_CONNECT_TIMEOUT"] == "99"
-    assert environment["ASCEND_TRANSFER_TIMEOUT"] == "2500"
+    assert environment["ASCEND_TRANSFER_TIMEOUT"] == str(milliseconds)
+    assert link_s(environment) == milliseconds / 1000
+    assert environment["ASCEND_THREAD_POOL_SIZE"] == "16"
     assert "MC_WORKERS_PER_CTX" not in environment
+    assert RESOURCES not in environment
+
+
+def test_a_number_of_hccl_that_is_none_is_refused() -> None:
+    with pytest.raises(EngineStartError, match="HCCL_RDMA_TIMEOUT is '20s', which must be a whole number"):
+        set_environment(NativeOptions("10.0.0.5", "ascend", "", 2.5, 5.0), {"HCCL_RDMA_TIMEOUT": "20s"})
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        (None, {"comm_resource_config.qos": 3}),
+        ("", {"comm_resource_config.qos": 3}),
+        ('{"store": 1}', {"store": 1, "comm_resource_config.qos": 3}),
+        ('{"comm_resource_config.qos": 0}', {"comm_resource_config.qos": 0}),
+    ],
+)
+def test_a_class_of_traffic_is_added_to_the_users_resources(given: str | None, found: dict[str, int]) -> None:
+    environment = {} if given is None else {RESOURCES: given}
+    set_environment(NativeOptions("10.0.0.5", "ascend", "", 2.5, 5.0, qos=3), environment)
+    assert json.loads(environment[RESOURCES]) == found
+
+
+@pytest.mark.parametrize("given", ["{", "[1]"])
+def test_a_class_of_traffic_that_cannot_be_added_is_refused(given: str) -> None:
+    with pytest.raises(EngineStartError, match=f"{RESOURCES} is .*, which must be a JSON object"):
+        set_environment(NativeOptions("10.0.0.5", "ascend", "", 2.5, 5.0, qos=3), {RESOURCES: given})
+
+
+@pytest.mark.parametrize("host", ["localhost", "node-1"])
+def test_on_ascend_a_host_must_be_an_ip_address(host: str) -> None:
+    assert MooncakeOptions(host).host == host
+    with pytest.raises(EngineStartError, match=f"host '{host}': CANN takes IP addresses only; set host, or VLLM_HOST"):
+        MooncakeOptions(host, protocol="ascend")
 
 
 def test_links_have_engines_of_their_own_on_tcp_only() -> None:

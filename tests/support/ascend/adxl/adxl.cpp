@@ -1,7 +1,8 @@
 // A stand-in for CANN's ADXL (libllm_datadist.so), by which Mooncake's transport for Ascend reaches peers: processes of
 // this machine, whose memory is read through the kernel. Like HCCS it registers device memory at multiples of 2 MiB only,
 // 256 regions at most, and reads no host memory of a peer. SIMADXL_DIR is where engines find each other; without it, those
-// of one user do.
+// of one user do. SIMADXL_LINK_MS is how long the link takes that HIXL makes within the first read of a peer: one at a
+// time, and given up after the read's timeout.
 
 #include <sys/stat.h>
 #include <sys/uio.h>
@@ -11,12 +12,15 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <chrono>
 #include <fstream>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <sstream>
 #include <string>
+#include <thread>
 #include <vector>
 
 namespace ge {
@@ -54,9 +58,21 @@ struct Region {
 };
 
 struct Engine {
-  std::mutex mutex;
+  std::mutex mutex, connecting;
+  std::set<std::string> connected;
   std::string file;
   std::map<uintptr_t, Region> regions;
+
+  bool connect(const std::string &peer, int32_t timeout_ms) {
+    std::lock_guard<std::mutex> lock(connecting);
+    if (connected.count(peer)) return true;
+    const char *set = getenv("SIMADXL_LINK_MS");
+    int32_t takes_ms = set ? atoi(set) : 0;
+    std::this_thread::sleep_for(std::chrono::milliseconds(takes_ms < timeout_ms ? takes_ms : timeout_ms));
+    if (takes_ms >= timeout_ms) return false;
+    connected.insert(peer);
+    return true;
+  }
 
   void publish() {
     std::ofstream out(file + ".new");
@@ -129,7 +145,8 @@ Status AdxlEngine::Connect(const AscendString &peer, int32_t) {
 Status AdxlEngine::Disconnect(const AscendString &, int32_t) { return SUCCESS; }
 
 Status AdxlEngine::TransferSync(const AscendString &peer, TransferOp operation, const std::vector<TransferOpDesc> &ops,
-                                int32_t) {
+                                int32_t timeout_ms) {
+  if (!engine_->connect(*peer.name_, timeout_ms)) return NOT_CONNECTED;
   std::ifstream in(file_of(peer));
   pid_t pid = 0;
   if (!(in >> pid)) return NOT_CONNECTED;

@@ -1,0 +1,66 @@
+"""What Mooncake's transport for Ascend, and CANN's HIXL below it, read from the environment. Read off their sources."""
+
+import json
+import math
+from collections.abc import Mapping, MutableMapping
+
+from transfer.engine.interface import EngineStartError
+
+#: Bounds a read (ms), and the making of a link, which HIXL does within the first read of a peer. One link at a time.
+TRANSFER_TIMEOUT = "ASCEND_TRANSFER_TIMEOUT"
+_RESOURCES, _QOS = "ASCEND_GLOBAL_RESOURCE_CONFIG", "comm_resource_config.qos"
+
+
+def ascend_settings(environment: Mapping[str, str], connect_timeout_s: float) -> dict[str, str]:
+    """Return the variables to set, unless the user has.
+
+    Raises:
+        EngineStartError: a variable that one of them is derived from is not a number.
+    """
+    return {
+        "ASCEND_CONNECT_TIMEOUT": str(math.ceil(1000 * connect_timeout_s)),  # for ending a link
+        TRANSFER_TIMEOUT: str(_retransmission_ms(environment) + 3000),
+        # The most. A job to a peer that has died holds a thread until the timeout above.
+        "ASCEND_THREAD_POOL_SIZE": "16",
+    }
+
+
+def link_s(environment: Mapping[str, str]) -> float:
+    """Return for how long HIXL may make a link; 0 if that is not known."""
+    set_to = environment.get(TRANSFER_TIMEOUT, "")
+    return int(set_to) / 1000 if set_to.isdecimal() else 0.0
+
+
+def set_qos(environment: MutableMapping[str, str], qos: int) -> None:
+    """Add the class of traffic to CANN's resources, unless the user has, as vllm-ascend's connectors do.
+
+    Raises:
+        EngineStartError: the user's resources are not a JSON object.
+    """
+    text = environment.get(_RESOURCES, "")
+    try:
+        resources = json.loads(text or "{}")
+    except ValueError:
+        resources = None
+    if not isinstance(resources, dict):
+        raise EngineStartError(f"{_RESOURCES} is {text!r}, which must be a JSON object: qos_priority is added to it")
+    if _QOS not in resources:
+        environment[_RESOURCES] = json.dumps(resources | {_QOS: qos})
+
+
+def _retransmission_ms(environment: Mapping[str, str]) -> int:
+    """Return for how long a NIC repeats a lost packet, with the defaults of vllm-ascend's connectors.
+
+    A timeout below that gives up what the NIC would still deliver.
+    """
+    exponent, tries = (
+        _number(environment, name, default) for name, default in (("HCCL_RDMA_TIMEOUT", 20), ("HCCL_RDMA_RETRY_CNT", 7))
+    )
+    return int(4.096e-3 * 2**exponent * tries)
+
+
+def _number(environment: Mapping[str, str], name: str, default: int) -> int:
+    text = environment.get(name, str(default))
+    if not text.isdecimal():
+        raise EngineStartError(f"{name} is {text!r}, which must be a whole number")
+    return int(text)
