@@ -13,6 +13,7 @@ reads prints what it found, as JSON; one that links opens links to all peers at 
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -142,4 +143,5 @@ def link(*peers: str) -> None:
 
 
 if __name__ == "__main__":
-    {"serve": serve, "read": read, "link": link}[sys.argv[1]](*sys.argv[2:])
+    does: dict[str, Callable[..., None]] = {"serve": serve, "read": read, "link": link}
+    does[sys.argv[1]](*sys.argv[2:])
