@@ -65,7 +65,7 @@ class MooncakeOptions:
     descriptors_per_call: int | None = None  # None: what suits the protocol
     max_descriptors_in_flight: int | None = None  # to one peer, over all threads; None: what suits the protocol
     longest_pause_s: float | None = None  # between two looks at a read; None: what suits the protocol
-    progress_timeout_s: float = 10.0  # a transfer that moves no byte for this long has failed
+    progress_timeout_s: float = 10.0  # over TCP, a transfer that moves no byte for this long has failed
     connect_timeout_s: float = 5.0  # for a peer's first answer; on Ascend, the link's own time comes after it
     cost: CostModel | None = None  # by which time in flight is predicted; None: the protocol's
     engine_per_link: bool | None = None  # whether each link has its own engine; None: only on TCP

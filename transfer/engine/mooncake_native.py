@@ -68,7 +68,7 @@ class NativeOptions:
     host: str  # without port or brackets
     protocol: str
     devices: str  # comma-separated network devices, "" for all
-    progress_timeout_s: float  # Mooncake gives up a transfer that moves no byte for this long
+    progress_timeout_s: float  # over TCP, Mooncake gives up a transfer that moves no byte for this long
     connect_timeout_s: float
     qos: int | None = None  # class of traffic on Ascend; None: CANN's
 
