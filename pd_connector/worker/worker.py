@@ -29,6 +29,7 @@ from pd_connector.vllm.engine_config import (
 )
 from pd_connector.vllm.model_identity import model_identity
 from pd_connector.vllm.model_numbers import fill_token_scales
+from pd_connector.vllm.model_stream import leave_default_stream
 from pd_connector.vllm.platform import (
     caches_are_host_memory,
     device_type,
@@ -130,6 +131,8 @@ class ConnectorWorker:
         fill_token_scales(self._vllm_config)
         config, ranks, tensors = self._config, worker_ranks(), all_tensors(kv_caches)
         on_host = caches_are_host_memory()
+        if tensors and ranks.world_size == 1 and goes_through_device(transport(config), device_type()):
+            leave_default_stream(tensors[0].device)
         # A pull is good only if it is on every rank, so one may compare the weights for all.
         self._model = model_identity(self._vllm_config, config.model_check, kv_caches, reads_weights=ranks.index == 0)
         self._engine = engine = self._make_engine(config)

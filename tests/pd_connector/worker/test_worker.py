@@ -330,6 +330,18 @@ def test_prompts_are_not_read_ahead_where_a_gpu_copies_piece_by_piece_what_is_re
     assert pulls._context.reads_ahead is ahead
 
 
+@pytest.mark.parametrize(("ranks", "protocol", "left"), [(1, "tcp", 1), (2, "tcp", 0), (1, "rdma", 0)])
+def test_the_model_of_a_single_rank_leaves_the_stream_that_copies_over_tcp_wait_for(
+    worker_of: Open, monkeypatch: pytest.MonkeyPatch, ranks: int, protocol: str, left: int
+) -> None:
+    devices: list[torch.device] = []
+    monkeypatch.setattr(module, "device_type", lambda: "cuda")
+    monkeypatch.setattr(module, "worker_ranks", lambda: Ranks(0, ranks, 0, 1))
+    monkeypatch.setattr(module, "leave_default_stream", devices.append)
+    worker_of("kv_producer", registered=True, protocol=protocol)
+    assert devices == [torch.device("cpu")] * left
+
+
 def test_prices_of_the_user_take_the_place_of_the_protocols(worker_of: Open) -> None:
     def prices(**settings: Any) -> tuple[float, float]:
         (pulls,) = worker_of("kv_consumer", registered=True, **settings).side._roles
