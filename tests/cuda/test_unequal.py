@@ -15,6 +15,8 @@ from tests.support.e2e.cuda_deployments import (
     CUDA_PULL_TIMEOUT_S,
     CUDA_UNEQUAL,
     DEVICE_TOKENS,
+    IS_CPU,
+    OWN_STREAM,
     SMALL_BLOCK,
     TOGETHER,
     UNIT,
@@ -108,6 +110,7 @@ def test_leases_that_have_moved_to_host_memory_are_read_there_with_the_same_bits
 def test_nothing_has_fallen_back_to_a_slower_way(pair: Pair) -> None:
     logs = pair.prefill.log_since(), pair.decode.log_since()
     assert [TOGETHER in log for log in logs] == [True, False]
+    assert [OWN_STREAM in log for log in logs] == [not IS_CPU] * 2
     assert [fallbacks(log) for log in logs] == [[], []]
 
 

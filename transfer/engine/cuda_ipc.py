@@ -86,12 +86,16 @@ class CudaIpcEngine(TransferEngine):
         self._allocations: dict[int, Allocation] = {}  # by address
         self._lock = threading.Lock()
         self._links: set[CudaIpcLink] = set()
+        #: Of links that have settled. torch takes streams from a pool of 32, in turn: were each link to take one, some
+        #: would be the model's, and its copies wait for all that the model was given.
+        self._idle_streams = [open_stream()]
         self._closed = False
         self._mapping = threading.Lock()
         self._mapped: dict[bytes, Region] = {}  # where it is here, by handle
         self._users: Counter[bytes] = Counter()  # links, by handle
         self._abandoned = ThreadPoolExecutor(1, "pd-unmap")
-        DeviceBackend(runtime, open_stream(), Direction.PEER_TO_DEVICE).enter_thread()  # compiles, so that no read does
+        # Compiles, so that no read does.
+        DeviceBackend(runtime, self._idle_streams[0], Direction.PEER_TO_DEVICE).enter_thread()
         try:
             self._device = runtime.device_uuid()
         except IpcRefused as error:
@@ -146,7 +150,7 @@ class CudaIpcEngine(TransferEngine):
             if self._closed:
                 raise ReadFailed("this engine for peers on the same host is closed", settled=True)
             try:
-                stream = self._open_stream()
+                stream = self._idle_streams.pop() if self._idle_streams else self._open_stream()
             except CopierStartError as error:
                 raise ReadFailed(f"cannot open a link to {exported.name}: {error}", settled=True) from error
             link = CudaIpcLink(self, exported, peer, allocations, identity or exported.identity, stream)
@@ -221,9 +225,11 @@ class CudaIpcEngine(TransferEngine):
         closing.add_done_callback(partial(_log_failure, link.name))
 
     def forget(self, link: "CudaIpcLink") -> None:
-        """Remove a link that has closed and settled."""
+        """Remove a link that has closed and settled, and keep its stream for the next one. Idempotent."""
         with self._lock:
-            self._links.discard(link)
+            if link in self._links:
+                self._links.remove(link)
+                self._idle_streams.append(link.stream)
 
     def check_settled(self) -> None:
         """See the contract."""
@@ -288,7 +294,7 @@ class CudaIpcLink(Link):
         self._allocations = sorted(exported.allocations, key=lambda each: each.address)  # as the table's starts
         self._place = exported.place
         self._identity = identity
-        self._stream = stream
+        self.stream = stream
         self._backend = DeviceBackend(engine.runtime, stream, Direction.PEER_TO_DEVICE)
         self._mapped_at: Int64Array | None = None  # shape [allocations]; None: nothing is mapped
         self._scratch: PinnedMemory | None = None  # for the peer's number
@@ -306,7 +312,7 @@ class CudaIpcLink(Link):
         Raises:
             ReadFailed: the driver does not map it, or its owner has ended or is another (always settled).
         """
-        self._stream.enter_thread()
+        self.stream.enter_thread()
         try:
             self._scratch = self._engine.runtime.pinned(mmap.PAGESIZE)
             self._mapped_at = self._engine.map_memory(self._allocations)
@@ -448,7 +454,7 @@ class CudaIpcLink(Link):
         """
         with self._settling:
             if self._in_flight or self._is_closed:
-                self._stream.enter_thread()
+                self.stream.enter_thread()
             try:
                 self._in_flight = [end for end in self._in_flight if not end.query()]
             except Exception:

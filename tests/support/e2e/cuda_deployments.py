@@ -25,6 +25,8 @@ TOKEN_BYTES = 4 * 4 * 2 * 32 * (4 if IS_CPU else 2)
 DEVICE_TOKENS = 5120
 HOST_TOKENS = 8 * DEVICE_TOKENS
 CUDA_PULL_TIMEOUT_S = 20.0
+#: What both logs say of a model that is not on the stream that Mooncake's copies go by.
+OWN_STREAM = "the model computes on a stream of its own"
 #: What P's log says, and what no log does, unless something has been done in a slower way, which changes no bit.
 TOGETHER = "keeps all layers of a block together"
 FALLBACKS = (

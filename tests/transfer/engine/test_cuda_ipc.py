@@ -45,6 +45,11 @@ class World:
     def open(self, reader: FakeIpcEngine | None = None) -> CudaIpcLink:
         return (reader or self.reader).open(self.peer.address, [self.source.region], self.peer.identity)
 
+    def open_and_close(self) -> CudaIpcLink:
+        (link := self.open()).close()
+        assert link.settled
+        return link
+
     def read(self, link: CudaIpcLink, timeout_s: float = WAIT_S, given_up: Callable[[], str] = lambda: "") -> None:
         link.read(even_copies(self.destination.region, self.source.region, COUNT, SIZE), timeout_s, 0, given_up)
 
@@ -357,6 +362,25 @@ def test_a_number_that_cannot_be_read_in_time_proves_nothing_and_harms_no_caller
     assert world.mapped  # the copy goes on
     world.reader.driver.running.set()
     until(lambda: link.settled and not world.mapped, "nothing is mapped")
+
+
+def test_a_link_takes_the_stream_of_one_that_has_settled(world: World) -> None:
+    """torch's pool of streams is soon round, and then one of them is the model's."""
+    streams = {world.open_and_close().stream for _ in range(40)}
+    assert len(streams) == 1
+    assert world.open().stream is not world.open().stream
+
+
+def test_a_stream_that_may_still_copy_is_not_taken(world: World) -> None:
+    link = world.open()
+    world.reader.driver.running.clear()
+    with pytest.raises(ReadFailed, match="did not finish within"):
+        world.read(link, 0.01)
+    link.close()
+    world.reader.driver.running.set()
+    assert world.open().stream is not link.stream
+    until(lambda: link.settled, "it has ended")
+    assert world.open().stream is link.stream
 
 
 # The three ends of a read; the first is in the contract's tests
