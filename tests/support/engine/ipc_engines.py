@@ -20,8 +20,15 @@ _PIDS = itertools.count(1000)  # of processes
 class FakeIpcEngine(CudaIpcEngine):
     """The engine of a process of its own. What is registered becomes device memory of its driver."""
 
-    def __init__(self, devices: SharedDevices, here: ProcessPlace | None = None, *, is_read: bool = True) -> None:
-        self.driver = FakeCuda(devices=devices)
+    def __init__(
+        self,
+        devices: SharedDevices,
+        here: ProcessPlace | None = None,
+        *,
+        is_read: bool = True,
+        has_batches: bool = True,
+    ) -> None:
+        self.driver = FakeCuda(devices=devices, has_batches=has_batches)
         identities = HostIdentityMemory(mmap.PAGESIZE)
         self.driver.adopt(identities.region)
         runtime = CudaRuntime(cast(ctypes.CDLL, self.driver))

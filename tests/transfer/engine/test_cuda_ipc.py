@@ -35,10 +35,10 @@ COUNT, SIZE = 8, 4096
 class World:
     """A reader and a peer on one host, each with its own driver."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_batches: bool = True) -> None:
         self.devices = SharedDevices()
         self.destination, self.source = Memory(COUNT * SIZE), Memory.of_noise(COUNT * SIZE, seed=1)
-        self.reader, self.peer = FakeIpcEngine(self.devices), FakeIpcEngine(self.devices)
+        self.reader, self.peer = (FakeIpcEngine(self.devices, has_batches=has_batches) for _ in range(2))
         self.reader.register([self.destination.region])
         self.peer.register([self.source.region])
 
@@ -381,6 +381,19 @@ def test_a_stream_that_may_still_copy_is_not_taken(world: World) -> None:
     assert world.open().stream is not link.stream
     until(lambda: link.settled, "it has ended")
     assert world.open().stream is link.stream
+
+
+@pytest.mark.parametrize("is_old", [True, False], ids=["none in the library", "none in the chip"])
+def test_a_driver_without_batches_is_told_of_once_for_all_links(caplog: pytest.LogCaptureFixture, is_old: bool) -> None:
+    world = World(has_batches=not is_old)
+    world.reader.driver.unsupported = True
+    for _ in range(3):
+        world.read(world.open())
+    ours = [line for line in caplog.messages if "is submitted on its own" in line]
+    assert len(ours) == (2 if is_old else 1), "one for each process"
+    assert world.has_all
+    world.reader.close()
+    world.peer.close()
 
 
 # The three ends of a read; the first is in the contract's tests

@@ -40,11 +40,23 @@ class CopyRuntime(ABC):
     platform: str  # as the user names it
     chunk: int  # the most copies of one batch call
     batch_call: str  # the batch call's name, and what has it
+    _gave_up_batches = False
 
     @property
     @abstractmethod
     def takes_batches(self) -> bool:
         """Whether the library has a batch call. The driver may still refuse it as unsupported."""
+
+    @property
+    def submits_batches(self) -> bool:
+        """Whether copies are submitted in batches, as far as it is known."""
+        return self.takes_batches and not self._gave_up_batches
+
+    def give_up_batches(self, reason: str) -> None:
+        """Have every copy submitted on its own from now on, and log why: once, whatever number of backends finds it."""
+        if not self._gave_up_batches:
+            self._gave_up_batches = True
+            logger.warning("%s. Every copy is submitted on its own, which takes longer per block", reason)
 
     @abstractmethod
     def submit_batch(self, copies: Copies, direction: Direction, stream: int, *, sources_ready: bool) -> Refusal | None:
@@ -82,16 +94,13 @@ class DeviceBackend(CopyBackend):
         self._runtime = runtime
         self._stream = stream
         self._direction = direction
-        self._batches = runtime.takes_batches
         self._refused_batches = 0  # in a row, see ``_MOST_REFUSED``
         self._said_refused = False
         self._warned = not direction.has_host_end  # there is no host memory to warn about
-        if not self._batches:
-            logger.warning(
-                "%s, %s: the installed library has no %s. Every copy is submitted on its own, which takes longer per "
-                "block",
-                runtime.platform, direction.value, runtime.batch_call,
-            )  # fmt: skip
+        if not runtime.takes_batches:
+            runtime.give_up_batches(
+                f"{runtime.platform}, {direction.value}: the installed library has no {runtime.batch_call}"
+            )
 
     def enter_thread(self) -> None:
         """Make the device current, which runtimes keep per thread, and compile the loop of single copies."""
@@ -123,7 +132,7 @@ class DeviceBackend(CopyBackend):
     def _submit_from(self, first: int, copies: Copies, *, sources_ready: bool) -> int:
         """Submit the next copies, in one call if the driver supports it, and return how many."""
         part, of_batch = copies[first:], None
-        if self._batches:
+        if self._runtime.submits_batches:
             part = copies[first : first + self._runtime.chunk]
             of_batch = self._runtime.submit_batch(
                 part, self._direction, self._stream.handle(), sources_ready=sources_ready
@@ -132,30 +141,28 @@ class DeviceBackend(CopyBackend):
                 self._refused_batches = 0
                 return len(part)
             if self._runtime.is_unsupported(of_batch.code):
-                self._disable_batches(of_batch, "is not supported by this driver or chip")
+                self._give_up_batches(of_batch, "is not supported by this driver or chip")
             elif not self._runtime.is_stricter(of_batch.code):
                 raise self._refused(of_batch, first, copies)
         # Copies that a refused batch has begun are repeated: the same bytes, in stream order.
         refusal = self._runtime.submit_singly(part, self._direction, self._stream.handle())
         if refusal is not None:
             raise self._refused(refusal, first, copies)
-        if of_batch is not None and self._batches:
+        if of_batch is not None and self._runtime.submits_batches:
             self._note_refused_batch(of_batch, len(part))
         return len(part)
 
-    def _disable_batches(self, refusal: Refusal, why: str) -> None:
-        self._batches = False
-        logger.warning(
-            "%s: %s %s (%d %s). From now on every copy is submitted on its own, which takes longer per block; a newer "
-            "driver may support batches",
-            self._runtime.platform, refusal.call, why, refusal.code, self._runtime.explain(refusal.code).name,
-        )  # fmt: skip
+    def _give_up_batches(self, refusal: Refusal, why: str) -> None:
+        self._runtime.give_up_batches(
+            f"{self._runtime.platform}: {refusal.call} {why} ({refusal.code} "
+            f"{self._runtime.explain(refusal.code).name}); a newer driver may support batches"
+        )
 
     def _note_refused_batch(self, refusal: Refusal, count: int) -> None:
         """Take note of a refused batch whose copies were taken one by one: nothing is wrong with them."""
         self._refused_batches += 1
         if self._refused_batches == _MOST_REFUSED:
-            self._disable_batches(refusal, f"has refused {_MOST_REFUSED} batches in a row, whose copies were taken")
+            self._give_up_batches(refusal, f"has refused {_MOST_REFUSED} batches in a row, whose copies were taken")
         elif not self._said_refused:
             self._said_refused = True
             logger.warning(

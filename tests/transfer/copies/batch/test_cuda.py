@@ -216,9 +216,8 @@ def test_a_driver_from_before_batches_is_told_of_before_the_first_copy(caplog: p
     assert not caplog.messages
     for direction in (LOAD, STORE):
         older.copier(direction)
-    lines = [message.partition(" (")[0] for message in caplog.messages]
-    ways = ("host to device", "device to host")
-    assert lines == [f"cuda, {way}: the installed library has no cuMemcpyBatchAsync" for way in ways]
+    (line,) = caplog.messages
+    assert line.startswith("cuda, host to device: the installed library has no cuMemcpyBatchAsync (")
     for device in (older, newer):
         device.close()
 
