@@ -15,7 +15,6 @@ from transfer.copies.batch import acl_abi as abi
 STRUCTURES: dict[str, type[ctypes.Structure]] = {
     "aclrtMemLocation": abi.AclMemLocation,
     "aclrtMemcpyBatchAttr": abi.MemcpyBatchAttr,
-    "aclrtPtrAttributes": abi.PtrAttributes,
 }
 
 CONSTANTS = {
@@ -23,7 +22,6 @@ CONSTANTS = {
     "ACL_MEMCPY_DEVICE_TO_HOST": abi.MEMCPY_DEVICE_TO_HOST,
     "ACL_MEM_LOCATION_TYPE_HOST": abi.LOCATION_HOST,
     "ACL_MEM_LOCATION_TYPE_DEVICE": abi.LOCATION_DEVICE,
-    "ACL_MEM_LOCATION_TYPE_UNREGISTERED": abi.LOCATION_UNREGISTERED,
     "ACL_ERROR_RT_FEATURE_NOT_SUPPORT": abi.FEATURE_NOT_SUPPORT,
 }
 
@@ -33,7 +31,6 @@ DECLARATIONS = {
     "aclrtMemcpyBatchAsync": ("int", f"{_BATCH}, size_t *, aclrtStream"),
     "aclrtMemcpyBatchAsyncV2": ("int", f"{_BATCH}, aclrtStream"),
     "aclrtMemcpyAsync": ("int", "void *, size_t, const void *, size_t, aclrtMemcpyKind, aclrtStream"),
-    "aclrtPointerGetAttributes": ("int", "const void *, aclrtPtrAttributes *"),
     "aclrtMallocHost": ("int", "void **, size_t"),
     "aclrtFreeHost": ("int", "void *"),
     "aclrtDeviceGetPCIBusId": ("int", "int32_t, char *, int32_t"),

@@ -305,19 +305,6 @@ def test_a_thread_without_a_device_gets_nothing_done(device: RawDevice) -> None:
 # Host memory
 
 
-def test_memory_that_is_not_pinned_is_copied_with_a_warning(
-    device: RawDevice, caplog: pytest.LogCaptureFixture
-) -> None:
-    there, source = device.allocate(64), np.arange(64, dtype=np.uint8)
-    before = device.count("pageable_copies")
-    with device.copier(LOAD) as load:
-        for _ in range(3):
-            load.submit(one_copy(there.address, source.ctypes.data, 64)).wait(WAIT_S)
-    np.testing.assert_array_equal(device.get(there), source)
-    assert device.count("pageable_copies") - before == 3
-    assert caplog.text.count(f"the host memory at {source.ctypes.data:#x} is not pinned") == 1
-
-
 def test_pinned_memory_is_whole_pages_that_the_runtime_knows(
     device: RawDevice, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -330,8 +317,5 @@ def test_pinned_memory_is_whole_pages_that_the_runtime_knows(
     assert (device.get(there) == 3).all()
     assert device.count("pageable_copies") == before
     assert not caplog.records
-    assert not device.runtime.is_pageable(memory.region.end - 1)
-    address = memory.region.address
     memory.close()
     memory.close()
-    assert device.runtime.is_pageable(address)

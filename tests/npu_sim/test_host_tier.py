@@ -368,9 +368,7 @@ def test_the_pool_says_what_it_is(caches: tier.Caches, caplog: pytest.LogCapture
     pool.close()
 
 
-def test_memory_that_is_not_pinned_is_copied_with_a_warning(
-    caches: tier.Caches, device: torch.device, calls: Calls, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_memory_that_is_not_pinned_is_copied_too(caches: tier.Caches, device: torch.device, calls: Calls) -> None:
     layout = host_layout(caches.geometry)
     pageable = np.zeros(SLOTS * layout.slot_bytes, np.uint8)
     region = Region(pageable.ctypes.data, pageable.nbytes)
@@ -381,7 +379,6 @@ def test_memory_that_is_not_pinned_is_copied_with_a_warning(
         load(copies, (0, 7, 0))
     assert tier.are_equal(caches.block(7), before)
     assert calls("pageable_copies") == 4 * len(caches.parts)
-    assert caplog.text.count(f"the host memory at {region.address:#x} is not pinned") == 2  # once for each direction
     copies.close()
 
 

@@ -34,7 +34,6 @@ FALLBACKS = (
     "caches are reshaped by operators",
     "the installed library has no",
     "is not supported by this driver or chip",
-    "is not pinned, so the driver blocks",
 )
 #: Both may read the other's memory on any machine; what another transport changes is not these tests' matter.
 _OPTIONS = (("protocol", "tcp"), *leases(60.0), ("verify", True))

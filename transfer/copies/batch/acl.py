@@ -77,14 +77,7 @@ class AclRuntime(CopyRuntime):
         """See ``CopyRuntime``."""
         return self._v2 is not None or self._v1 is not None
 
-    def submit_batch(
-        self,
-        copies: Copies,
-        direction: Direction,
-        stream: int,
-        *,
-        sources_ready: bool,  # the runtime always reads in stream order
-    ) -> Refusal | None:
+    def submit_batch(self, copies: Copies, direction: Direction, stream: int) -> Refusal | None:
         """See ``CopyRuntime``."""
         device = abi.AclMemLocation(self._device, abi.LOCATION_DEVICE)
         host = abi.AclMemLocation(0, abi.LOCATION_HOST)
@@ -124,14 +117,6 @@ class AclRuntime(CopyRuntime):
     def is_stricter(self, code: int) -> bool:
         """See ``CopyRuntime``."""
         return code in (abi.INVALID_PARAM, abi.RT_PARAM_INVALID)
-
-    def is_pageable(self, address: int) -> bool:
-        """See ``CopyRuntime``. False where the runtime cannot tell."""
-        ask = self._functions.get("aclrtPointerGetAttributes")
-        attributes = abi.PtrAttributes()
-        if ask is None or ask(address, ctypes.byref(attributes)) != abi.SUCCESS:
-            return False
-        return bool(attributes.location.type == abi.LOCATION_UNREGISTERED)
 
     def pci_address(self) -> str:
         """Return the device's place on the PCI bus, as "0000:3d:00.0"; "" where the runtime does not tell."""

@@ -12,7 +12,6 @@ MEMCPY_DEVICE_TO_HOST = 2
 
 LOCATION_HOST = 0
 LOCATION_DEVICE = 1
-LOCATION_UNREGISTERED = 2
 
 SUCCESS = 0
 INVALID_PARAM = 100000
@@ -33,12 +32,6 @@ class MemcpyBatchAttr(ctypes.Structure):
     _fields_ = (("dstLoc", AclMemLocation), ("srcLoc", AclMemLocation), ("rsv", c_uint8 * 16))
 
 
-class PtrAttributes(ctypes.Structure):
-    """``aclrtPtrAttributes``."""
-
-    _fields_ = (("location", AclMemLocation), ("pageSize", c_uint32), ("rsv", c_uint32 * 4))
-
-
 _BATCH = (c_void_p, c_void_p, c_void_p, c_void_p, c_size_t, POINTER(MemcpyBatchAttr), POINTER(c_size_t), c_size_t)
 
 #: name -> (argument types, result type). Arrays and streams are passed as addresses.
@@ -46,7 +39,6 @@ PROTOTYPES: dict[str, tuple[tuple[type, ...], type]] = {
     "aclrtMemcpyBatchAsync": ((*_BATCH, POINTER(c_size_t), c_void_p), c_int),
     "aclrtMemcpyBatchAsyncV2": ((*_BATCH, c_void_p), c_int),
     "aclrtMemcpyAsync": ((c_void_p, c_size_t, c_void_p, c_size_t, c_int, c_void_p), c_int),
-    "aclrtPointerGetAttributes": ((c_void_p, POINTER(PtrAttributes)), c_int),
     "aclrtMallocHost": ((POINTER(c_void_p), c_size_t), c_int),
     "aclrtFreeHost": ((c_void_p,), c_int),
     "aclrtDeviceGetPCIBusId": ((c_int32, c_void_p, c_int32), c_int),

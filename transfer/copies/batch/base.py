@@ -37,11 +37,6 @@ class Direction(Enum):
     DEVICE_TO_HOST = "device to host"
     PEER_TO_DEVICE = "another process's device memory to device"
 
-    @property
-    def has_host_end(self) -> bool:
-        """Whether one end is host memory."""
-        return self is not Direction.PEER_TO_DEVICE
-
 
 class DeviceEvent(Protocol):
     """A recorded point in a stream's work, such as ``torch.cuda.Event`` or ``torch.npu.Event``."""

@@ -2,11 +2,8 @@
 
 Tested against a simulated driver, and on a GPU where the tests find one.
 
-**Source access order.** A batch tells the driver how early it may read the sources. Reading in stream order is always
-correct. Reading at any time is faster on some platforms, but correct only if nothing that the stream waits for writes
-the sources. So host to device without an event is "any": the pinned host memory was complete at submission. Everything
-else is "stream": what leaves the device was just written by a kernel before the event, and a load after an event may
-follow the very copy that fills its source. Destinations are always written in stream order.
+A batch tells the driver how early it may read the sources: here in the order of the stream. What leaves the device was
+just written by a kernel before the event, and a load after an event may follow the very copy that fills its source.
 """
 
 import ctypes
@@ -68,18 +65,16 @@ class CudaRuntime(CopyRuntime):
         """See ``CopyRuntime``."""
         return self._batch is not None
 
-    def submit_batch(self, copies: Copies, direction: Direction, stream: int, *, sources_ready: bool) -> Refusal | None:
+    def submit_batch(self, copies: Copies, direction: Direction, stream: int) -> Refusal | None:
         """See ``CopyRuntime``."""
         assert self._batch is not None, "asked for a batch of a driver that takes none"
-        any_time = sources_ready and direction is Direction.HOST_TO_DEVICE
-        order = abi.SRC_ACCESS_ORDER_ANY if any_time else abi.SRC_ACCESS_ORDER_STREAM
         failed = ctypes.c_size_t(abi.NO_INDEX)
         code = self._batch(
             copies.destinations.ctypes.data,
             copies.sources.ctypes.data,
             copies.sizes.ctypes.data,
             len(copies),
-            ctypes.byref(abi.MemcpyAttributes(srcAccessOrder=order)),
+            ctypes.byref(abi.MemcpyAttributes(srcAccessOrder=abi.SRC_ACCESS_ORDER_STREAM)),
             ctypes.byref(ctypes.c_size_t(0)),  # the attributes' first copy
             1,
             ctypes.byref(failed),
@@ -107,20 +102,13 @@ class CudaRuntime(CopyRuntime):
         """See ``CopyRuntime``. No such answer is known of CUDA."""
         return False
 
-    def is_pageable(self, address: int) -> bool:
-        """See ``CopyRuntime``. The driver reports an address that it does not know as an invalid value."""
-        return self._kind_of(address)[0] == abi.INVALID_VALUE
-
     def is_device(self, address: int) -> bool:
         """Return whether ``address`` is memory of a device."""
-        return self._kind_of(address) == (abi.SUCCESS, abi.MEMORY_TYPE_DEVICE)
-
-    def _kind_of(self, address: int) -> tuple[int, int]:
         kind = ctypes.c_uint()
         code = self._functions["cuPointerGetAttribute"](
             ctypes.addressof(kind), abi.POINTER_ATTRIBUTE_MEMORY_TYPE, address
         )
-        return code, kind.value
+        return (code, kind.value) == (abi.SUCCESS, abi.MEMORY_TYPE_DEVICE)
 
     def explain(self, code: int) -> Explanation:
         """See ``CopyRuntime``. Returns the driver's own text, plus advice if there is any."""

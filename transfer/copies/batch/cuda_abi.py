@@ -16,7 +16,6 @@ NOT_SUPPORTED = 801
 NO_INDEX = ctypes.c_size_t(-1).value  # in failIdx: no single copy failed
 
 SRC_ACCESS_ORDER_STREAM = 1
-SRC_ACCESS_ORDER_ANY = 3
 
 POINTER_ATTRIBUTE_MEMORY_TYPE = 2
 MEMORY_TYPE_DEVICE = 2

@@ -59,11 +59,8 @@ class CopyRuntime(ABC):
             logger.warning("%s. Every copy is submitted on its own, which takes longer per block", reason)
 
     @abstractmethod
-    def submit_batch(self, copies: Copies, direction: Direction, stream: int, *, sources_ready: bool) -> Refusal | None:
-        """Submit at most ``chunk`` copies in one call; return None if all were taken.
-
-        ``sources_ready``: the stream waits for nothing that writes the sources.
-        """
+    def submit_batch(self, copies: Copies, direction: Direction, stream: int) -> Refusal | None:
+        """Submit at most ``chunk`` copies in one call; return None if all were taken."""
 
     @abstractmethod
     def submit_singly(self, copies: Copies, direction: Direction, stream: int) -> Refusal | None:
@@ -76,10 +73,6 @@ class CopyRuntime(ABC):
     @abstractmethod
     def is_stricter(self, code: int) -> bool:
         """Return whether ``submit_batch`` may answer so although ``submit_singly`` takes each of the copies."""
-
-    @abstractmethod
-    def is_pageable(self, address: int) -> bool:
-        """Return whether ``address`` is host memory that the driver does not know as pinned."""
 
     @abstractmethod
     def explain(self, code: int) -> Explanation:
@@ -96,7 +89,6 @@ class DeviceBackend(CopyBackend):
         self._direction = direction
         self._refused_batches = 0  # in a row, see ``_MOST_REFUSED``
         self._said_refused = False
-        self._warned = not direction.has_host_end  # there is no host memory to warn about
         if not runtime.takes_batches:
             runtime.give_up_batches(
                 f"{runtime.platform}, {direction.value}: the installed library has no {runtime.batch_call}"
@@ -110,13 +102,12 @@ class DeviceBackend(CopyBackend):
     def start(self, copies: Copies, after: DeviceEvent | None) -> DeviceEvent:
         """Submit everything after ``after``. On a partial failure, waits for what was submitted before it raises."""
         copies = _as_c_arrays(copies)
-        self._warn_if_pageable(copies)
         try:
             if after is not None:
                 self._stream.wait_event(after)
             submitted = 0
             while submitted < len(copies):
-                submitted += self._submit_from(submitted, copies, sources_ready=after is None)
+                submitted += self._submit_from(submitted, copies)
             end = self._stream.record_event()
             self._stream.handle()  # flush: the record must have left torch's queue before anyone queries the event
         except CopyFailed:
@@ -129,14 +120,12 @@ class DeviceBackend(CopyBackend):
         """Wait for the stream."""
         self._stream.synchronize()
 
-    def _submit_from(self, first: int, copies: Copies, *, sources_ready: bool) -> int:
+    def _submit_from(self, first: int, copies: Copies) -> int:
         """Submit the next copies, in one call if the driver supports it, and return how many."""
         part, of_batch = copies[first:], None
         if self._runtime.submits_batches:
             part = copies[first : first + self._runtime.chunk]
-            of_batch = self._runtime.submit_batch(
-                part, self._direction, self._stream.handle(), sources_ready=sources_ready
-            )
+            of_batch = self._runtime.submit_batch(part, self._direction, self._stream.handle())
             if of_batch is None:
                 self._refused_batches = 0
                 return len(part)
@@ -195,18 +184,6 @@ class DeviceBackend(CopyBackend):
             reason += f". Waiting for the copies already submitted failed as well, so it may still write: {error}"
             return CopyFailed(reason, settled=False)
         return CopyFailed(reason, settled=True)
-
-    def _warn_if_pageable(self, copies: Copies) -> None:
-        if self._warned or not len(copies):
-            return
-        host = copies.sources if self._direction is Direction.HOST_TO_DEVICE else copies.destinations
-        if self._runtime.is_pageable(int(host[0])):
-            self._warned = True
-            logger.warning(
-                "%s, %s: the host memory at %#x is not pinned, so the driver blocks during each of its copies. Use "
-                "transfer.copies.batch.backends.pinned_memory",
-                self._runtime.platform, self._direction.value, int(host[0]),
-            )  # fmt: skip
 
 
 def _as_c_arrays(copies: Copies) -> Copies:

@@ -20,7 +20,7 @@ from transfer.copies.batch.base import CopierStartError
 def test_the_destination_comes_first_in_a_batchs_attribute() -> None:
     attribute = acl_abi.MemcpyBatchAttr
     assert [attribute.dstLoc.offset, attribute.srcLoc.offset, attribute.rsv.offset] == [0, 8, 16]
-    assert (ctypes.sizeof(attribute), ctypes.sizeof(acl_abi.PtrAttributes)) == (32, 28)
+    assert ctypes.sizeof(attribute) == 32
 
 
 def test_a_library_that_is_not_the_runtime_is_refused() -> None:

@@ -111,10 +111,3 @@ def test_an_address_that_is_none_does_not_reach_the_driver(wild: int) -> None:
             assert caught.value.settled
         whole = Copies(*(np.array([n]) for n in (cache.data_ptr(), memory.region.address, 64)))
         load.submit(whole, within=CopyBounds(device, host)).wait(WAIT_S)
-
-
-def test_the_driver_tells_pinned_memory_from_other() -> None:
-    torch.zeros(1, device="cuda")
-    runtime, memory = CudaRuntime.load(), pinned_memory(Backend.CUDA, 4096)
-    assert not runtime.is_pageable(memory.region.address)
-    assert runtime.is_pageable(noise(4096).ctypes.data)
