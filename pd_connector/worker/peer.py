@@ -61,7 +61,7 @@ class PullContext:
     stated: EngineSizes | None = None  # what this engine's settings say of prefill engines
     replica_turn: int = 0  # see ``layout.sharding.choose_sources``
     verifier: Verifier | None = None  # compares the checksums of every pull
-    #: Whether a prompt is read from P's device while P computes the rest of it. P's host memory is, in any case.
+    #: Whether a prompt is read from P's device while P computes the rest of it, if P takes part in the read.
     reads_ahead: bool = True
     #: What a pull waits for before it writes: the model's stream may still write to blocks that vLLM has freed.
     raise_fence: RaiseFence = no_fence
@@ -144,6 +144,14 @@ class Peer:
         """Whether links to all ranks that are read from are open."""
         near = self._near.ranks if self._near is not None else frozenset()
         return self._links.keys() | near >= self.plans.keys()
+
+    @property
+    def is_read_between_devices(self) -> bool:
+        """Whether all ranks' device memory is mapped here, and on other GPUs: no process there takes part in a read.
+
+        Two processes on one GPU take turns, and a read takes the prefill engine's.
+        """
+        return self._near is not None and self._near.ranks_on_other_devices >= self.plans.keys()
 
     def with_own_links(self) -> "Peer":
         """Return the same prefill engine, known from the same handshake, for another thread: no link is open yet."""

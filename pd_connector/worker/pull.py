@@ -131,7 +131,8 @@ class Pull:
             self._locate(peer)
             self._watch.lap("handshake")
         least_tokens = self._context.reads.least_bytes / max(peer.token_bytes, 1)
-        least_on_device = least_tokens if self._context.reads_ahead else float("inf")
+        ahead = self._context.reads_ahead or peer.is_read_between_devices
+        least_on_device = least_tokens if ahead else float("inf")
         reads_host = peer.host_plans is not None
         while True:
             if (tokens := self.prompt.next_range(peer.border_tokens, least_on_device, peer.range_tokens)) is not None:

@@ -150,6 +150,11 @@ class SameHostLinks:
         """The ranks to which there are links."""
         return frozenset(self._links)
 
+    @property
+    def ranks_on_other_devices(self) -> frozenset[int]:
+        """Those of them whose GPU is not this process's."""
+        return frozenset(rank for rank, link in self._links.items() if link.is_between_devices)
+
     def link(self, rank: int) -> CudaIpcLink | None:
         """Return the link to a rank, and open it if there is none; None if the rank is to be read the first way."""
         link = self._links.get(rank)

@@ -97,7 +97,7 @@ class CudaIpcEngine(TransferEngine):
         # Compiles, so that no read does.
         DeviceBackend(runtime, self._idle_streams[0], Direction.PEER_TO_DEVICE).enter_thread()
         try:
-            self._device = runtime.device_uuid()
+            self.device = runtime.device_uuid()
         except IpcRefused as error:
             raise EngineStartError(f"the GPU of this process is not known: {error}") from error
         if self.exports:
@@ -110,7 +110,7 @@ class CudaIpcEngine(TransferEngine):
             return ""
         with self._lock:
             allocations = tuple(self._allocations.values())
-        return ExportedMemory(self.here, self._device, self._own.identity, allocations).encode()
+        return ExportedMemory(self.here, self.device, self._own.identity, allocations).encode()
 
     @property
     def identity(self) -> Identity:
@@ -288,6 +288,7 @@ class CudaIpcLink(Link):
         stream: DeviceStream,
     ) -> None:
         self.name = exported.name
+        self.is_between_devices = exported.device != engine.device
         self._engine = engine
         self._peer = peer
         self._table = allocations

@@ -20,7 +20,7 @@ from pd_connector.config import ConnectorConfig, parse_config
 from pd_connector.orders import Cause
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.cache_groups import Ranks
-from pd_connector.worker import same_host
+from pd_connector.worker import remote_reader, same_host
 from pd_connector.worker import worker as worker_module
 from pd_connector.worker.pull import AnyEnd
 from pd_connector.worker.pull_end import PullFailed
@@ -28,6 +28,7 @@ from pd_connector.worker.quarantine import UnsettledPull
 from pd_connector.worker.same_host import SameHostLinks, TwoWayEngine, with_second_way
 from pd_connector.worker.session import PeerSession
 from pd_connector.worker.worker import ConnectorWorker
+from tests.support.connector.chunked_prompts import ChunkedPrompt, follow
 from tests.support.connector.engines import OURS, THEIRS, Site, an_order
 from tests.support.connector.scripted_pulls import raising, scripted_session
 from tests.support.connector.shared_memory import Neighbours
@@ -71,6 +72,27 @@ def test_a_peer_on_the_same_host_is_read_in_mapped_memory(site: Site, caplog: py
     stats = StatsRecorder()
     end.count(stats)
     assert (stats.take() or {})["counts"]["pull_bytes_over_ipc"] == end.copied_bytes
+
+
+@pytest.mark.parametrize(("gpu", "ahead"), [(1, True), (0, False)], ids=["another GPU", "the same GPU"])
+def test_where_reads_slow_the_prefill_engine_down_a_prompt_is_still_read_ahead_from_another_gpu(
+    site: Site, monkeypatch: pytest.MonkeyPatch, *, gpu: int, ahead: bool
+) -> None:
+    monkeypatch.setattr(remote_reader, "RANGE_S", 0.0)  # everything is worth reading
+    here = Neighbours(site, gpu=gpu)
+    prompt = ChunkedPrompt(here.prefill, THEIRS)
+    follow(here.worker, prompt)
+    session = here.session(prompt.remote(), reads_ahead=False)
+    prompt.compute(32)
+    session.submit(prompt.order("r", OURS))
+    until(lambda: prompt.waiting == 1)
+    assert here.worker.holds([(OURS, 0, 32)]) is ahead
+    prompt.complete()
+    end = here.worker.next_end()
+    assert not end.cause, end.reason
+    assert (end.ahead_bytes > 0) is ahead
+    assert end.mapped_bytes == end.copied_bytes
+    assert here.worker.holds([(OURS, 0, 69)])
 
 
 @pytest.mark.parametrize("staged", [False, True])

@@ -247,6 +247,9 @@ class FollowingClient(ControlClient):
             self.cancels.append(message)
         return self.inner.request(host, port, message, timeout_s)
 
+    def until_lost(self, host: str, port: int) -> "Future[None]":
+        return self.inner.until_lost(host, port)
+
     def close(self) -> None:
         self.inner.close()
 

@@ -18,15 +18,19 @@ from transfer.engine.cuda_ipc_address import ProcessPlace
 class Neighbours:
     """A prefill engine and a decode worker, and their engines for processes of the same host."""
 
-    def __init__(self, site: Site, here: ProcessPlace | None = None, **options: Any) -> None:
-        """``here``: where the decode worker runs, if not on the same host. ``options``: of the prefill engine."""
+    def __init__(self, site: Site, here: ProcessPlace | None = None, gpu: int = 1, **options: Any) -> None:
+        """``here``: where the decode worker runs, if not on the same host. ``options``: of the prefill engine.
+
+        ``gpu``: the decode worker's; the prefill engine has 0.
+        """
         devices = SharedDevices()
         self._site = site
         self.prefill = site.prefill(**options)
         self.worker = site.decode()[0]
         regions = self.worker.rank.geometry.regions
         self.worker.reads = RemoteReader(CostModel.of_protocol("tcp"), regions)  # compiles before there are leases
-        self.theirs, self.ours = site.add(FakeIpcEngine(devices)), site.add(FakeIpcEngine(devices, here, is_read=False))
+        self.theirs = site.add(FakeIpcEngine(devices))
+        self.ours = site.add(FakeIpcEngine(devices, here, is_read=False, gpu=gpu))
         self.theirs.register(self.prefill.ranks[0].geometry.regions)
         self.ours.register(regions)
         self.engine = TwoWayEngine(self.worker.engine, self.ours)

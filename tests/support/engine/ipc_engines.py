@@ -27,8 +27,10 @@ class FakeIpcEngine(CudaIpcEngine):
         *,
         is_read: bool = True,
         has_batches: bool = True,
+        gpu: int = 0,
     ) -> None:
         self.driver = FakeCuda(devices=devices, has_batches=has_batches)
+        self.driver.uuid = bytes([gpu]) * 16
         identities = HostIdentityMemory(mmap.PAGESIZE)
         self.driver.adopt(identities.region)
         runtime = CudaRuntime(cast(ctypes.CDLL, self.driver))
