@@ -53,8 +53,8 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
 def capture(streams: Streams) -> None:
     """What vLLM does to learn how much memory its CUDA graphs take: on a stream of theirs, and back."""
     before = streams.current()
-    torch.cuda.set_stream(Stream())  # type: ignore[arg-type]
-    torch.cuda.set_stream(before)  # type: ignore[arg-type]
+    torch.cuda.set_stream(Stream())
+    torch.cuda.set_stream(before)
 
 
 def test_a_model_that_a_capture_has_left_on_the_default_stream_gets_its_own(streams: Streams) -> None:
@@ -69,7 +69,7 @@ def test_a_model_that_a_capture_has_left_on_the_default_stream_gets_its_own(stre
 
 
 def test_a_model_with_a_stream_of_its_own_keeps_it(streams: Streams) -> None:
-    torch.cuda.set_stream(own := Stream())  # type: ignore[arg-type]
+    torch.cuda.set_stream(own := Stream())
     leave_default_stream(GPU)
     assert streams.current() is torch_utils.current_stream() is own
 
