@@ -9,6 +9,7 @@ import torch
 
 from layout.geometry import Region
 from pd_connector.vllm.cross_layer_tensors import ALIGNMENT
+from pd_connector.worker.device_fence import landing
 from transfer.copies.reshape.reshape_torch import SideStream
 
 
@@ -28,7 +29,7 @@ def device_memory(size: int, device: torch.device, way_out: str) -> torch.Tensor
 
 
 class DeviceIdentityMemory:
-    """Device memory for the identities of a transfer engine, where peers cannot read host memory.
+    """Device memory for the identities of a transfer engine, where peers cannot read host memory, or should not.
 
     Implements ``transfer.engine.identity.IdentityMemory``.
     """
@@ -41,6 +42,7 @@ class DeviceIdentityMemory:
         """
         self._bytes = device_memory(size, device, "lower gpu_memory_utilization")
         self._stream = SideStream(device)  # not the model's, whose work a reader would have to wait for
+        self._land = landing("tcp", device)  # the way by which a GPU's is read
         self.region = Region(int(self._bytes.data_ptr()), int(self._bytes.numel()))
 
     @classmethod
@@ -49,6 +51,11 @@ class DeviceIdentityMemory:
         npu: Any = torch.npu  # torch_npu adds it
         return cls(size, torch.device("npu", npu.current_device()))
 
+    @classmethod
+    def on_gpu(cls, size: int) -> "DeviceIdentityMemory":
+        """Allocate on the GPU of the calling thread."""
+        return cls(size, torch.device("cuda", torch.cuda.current_device()))
+
     def write(self, address: int, data: bytes) -> None:
         """Store ``data`` at ``address``; return when peers can read it."""
         with torch.inference_mode(), self._stream.running():
@@ -56,6 +63,7 @@ class DeviceIdentityMemory:
 
     def read(self, address: int, size: int) -> bytes:
         """Return the ``size`` bytes at ``address``."""
+        self._land()
         with torch.inference_mode(), self._stream.running():
             return bytes(self._at(address, size).cpu().numpy())
 

@@ -4,6 +4,8 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+
 from layout.cost import CostModel
 from layout.geometry import Region
 from pd_connector.config import ConfigError, ConnectorConfig
@@ -108,6 +110,17 @@ def lender(config: ConnectorConfig) -> LendEngine | None:
     return lend
 
 
+def _identity_memory(protocol: str) -> DeviceIdentityMemory | None:
+    """Return what holds the numbers of a process that computes on a device; None for host memory."""
+    if protocol == "ascend":  # over HCCS, peers cannot read host memory
+        return DeviceIdentityMemory.on_npu(IDENTITY_BYTES)
+    # They are the first that Mooncake's threads copy. Before a copy from or to a GPU, a thread chooses that GPU; one
+    # that only looks at host memory first takes a context on GPU 0, of half a gigabyte, whichever the process uses.
+    if goes_through_device(protocol, device_type()) and torch.cuda.is_initialized():
+        return DeviceIdentityMemory.on_gpu(IDENTITY_BYTES)
+    return None
+
+
 def open_engine(
     config: ConnectorConfig,
     *,
@@ -154,9 +167,7 @@ def open_engine(
         cost=read_cost(config),
         qos=qos,
     )
-    # Over HCCS, peers cannot read host memory.
-    identities = DeviceIdentityMemory.on_npu(IDENTITY_BYTES) if protocol == "ascend" else None
-    engine = MooncakeEngine(options, identities, lend)
+    engine = MooncakeEngine(options, _identity_memory(protocol), lend)
     if has_secret is None or config.protocol != "auto" or device_type() != "cuda":
         return engine
     if not has_secret:

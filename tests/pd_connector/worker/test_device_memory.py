@@ -2,6 +2,7 @@
 
 import secrets
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 
 from pd_connector.config import parse_config
 from pd_connector.vllm.cross_layer_tensors import ALIGNMENT
+from pd_connector.worker import device_memory as device_memory_module
 from pd_connector.worker import transfer_engine
+from pd_connector.worker.device_fence import Land
 from pd_connector.worker.device_memory import DeviceIdentityMemory, device_memory
 from transfer.engine.mooncake import IDENTITY_BYTES, MooncakeOptions
 
@@ -43,19 +46,55 @@ def test_what_is_written_is_read_from_any_thread() -> None:
     assert memory.region.size >= IDENTITY_BYTES
 
 
-@pytest.mark.parametrize(("protocol", "on_device"), [("ascend", True), ("tcp", False)])
-def test_identities_are_in_device_memory_on_ascend_only(
-    monkeypatch: pytest.MonkeyPatch, protocol: str, on_device: bool
+def test_what_has_been_read_into_a_gpu_is_there_before_it_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    number, asked = secrets.token_bytes(16), list[tuple[str, torch.device]]()
+
+    def land() -> None:
+        memory.write(memory.region.address, number)
+
+    def landing(transport: str, device: torch.device) -> Land:
+        asked.append((transport, device))
+        return land
+
+    monkeypatch.setattr(device_memory_module, "landing", landing)
+    memory = DeviceIdentityMemory(IDENTITY_BYTES, CPU)
+    assert memory.read(memory.region.address, 16) == number
+    assert asked == [("tcp", CPU)]
+
+
+@pytest.mark.parametrize(
+    ("protocol", "device", "computes", "place"),
+    [
+        ("ascend", "npu", True, "npu"),
+        ("tcp", "npu", True, None),
+        ("tcp", "cuda", True, "gpu"),
+        ("tcp", "cuda", False, None),
+        ("rdma", "cuda", True, None),
+        ("tcp", "cpu", False, None),
+    ],
+)
+def test_identities_are_where_transports_read_them_and_gpus_take_them(
+    monkeypatch: pytest.MonkeyPatch, protocol: str, device: str, computes: bool, place: str | None
 ) -> None:
+    """A doctor computes on no GPU, and needs none."""
     made: list[Any] = []
-    monkeypatch.setattr(DeviceIdentityMemory, "on_npu", lambda size: DeviceIdentityMemory(size, CPU))
+    places: list[str | None] = []
+
+    def on(place: str) -> Callable[[int], DeviceIdentityMemory]:
+        return lambda size: places.append(place) or DeviceIdentityMemory(size, CPU)
+
+    monkeypatch.setattr(DeviceIdentityMemory, "on_npu", on("npu"))
+    monkeypatch.setattr(DeviceIdentityMemory, "on_gpu", on("gpu"))
+    monkeypatch.setattr(transfer_engine, "device_type", lambda: device)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: computes)
     monkeypatch.setattr(transfer_engine, "MooncakeEngine", lambda *arguments: made.append(arguments))
     transfer_engine.open_engine(parse_config({"protocol": protocol, "host": "127.0.0.1"}), is_read=False)
     [(options, identities, lend)] = made
     assert lend is None
     assert isinstance(options, MooncakeOptions)
     assert options.protocol == protocol
-    assert isinstance(identities, DeviceIdentityMemory) is on_device
+    assert places == [place] * (place is not None)
+    assert isinstance(identities, DeviceIdentityMemory) is (place is not None)
 
 
 def test_on_an_npu_the_device_is_that_of_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
