@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 from packaging.requirements import Requirement
 
-from tests.support.e2e.cuda_deployments import FALLBACKS, TOGETHER
+from tests.support.e2e.cuda_deployments import FALLBACKS, OWN_STREAM, TOGETHER
 from tests.support.sources import ROOT
 
 NPU, CUDA = ((ROOT / "docs" / f"{name}.md").read_text() for name in ("npu", "cuda"))
@@ -56,7 +56,7 @@ def test_a_message_that_is_quoted_is_one_of_the_codes(message: str) -> None:
     assert not missing
 
 
-@pytest.mark.parametrize("words", [TOGETHER, *FALLBACKS])
+@pytest.mark.parametrize("words", [TOGETHER, OWN_STREAM, *FALLBACKS])
 def test_what_the_tests_on_a_gpu_look_for_in_logs_is_what_the_code_says(words: str) -> None:
     assert any(words in text for text in texts())
 

@@ -81,7 +81,11 @@ def test_identities_are_where_transports_read_them_and_gpus_take_them(
     places: list[str | None] = []
 
     def on(place: str) -> Callable[[int], DeviceIdentityMemory]:
-        return lambda size: places.append(place) or DeviceIdentityMemory(size, CPU)
+        def allocate(size: int) -> DeviceIdentityMemory:
+            places.append(place)
+            return DeviceIdentityMemory(size, CPU)
+
+        return allocate
 
     monkeypatch.setattr(DeviceIdentityMemory, "on_npu", on("npu"))
     monkeypatch.setattr(DeviceIdentityMemory, "on_gpu", on("gpu"))
