@@ -61,7 +61,8 @@ class PullContext:
     stated: EngineSizes | None = None  # what this engine's settings say of prefill engines
     replica_turn: int = 0  # see ``layout.sharding.choose_sources``
     verifier: Verifier | None = None  # compares the checksums of every pull
-    #: Whether a prompt is read from P's device while P computes the rest of it, if P takes part in the read.
+    #: Whether a prompt is read from P's device while P computes the rest of it. P's host memory is, in any case, and so
+    #: is what is mapped here of another GPU.
     reads_ahead: bool = True
     #: What a pull waits for before it writes: the model's stream may still write to blocks that vLLM has freed.
     raise_fence: RaiseFence = no_fence
