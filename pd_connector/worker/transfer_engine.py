@@ -114,8 +114,8 @@ def _identity_memory(protocol: str) -> DeviceIdentityMemory | None:
     """Return what holds the numbers of a process that computes on a device; None for host memory."""
     if protocol == "ascend":  # over HCCS, peers cannot read host memory
         return DeviceIdentityMemory.on_npu(IDENTITY_BYTES)
-    # They are the first that Mooncake's threads copy. Before a copy from or to a GPU, a thread chooses that GPU; one
-    # that only looks at host memory first takes a context on GPU 0, of half a gigabyte, whichever the process uses.
+    # Numbers are what Mooncake's threads copy first. Before a copy from or to a GPU, a thread chooses that GPU; if it
+    # looks at host memory before, it takes a context on GPU 0, of half a gigabyte, whichever GPU the process uses.
     if goes_through_device(protocol, device_type()) and torch.cuda.is_initialized():
         return DeviceIdentityMemory.on_gpu(IDENTITY_BYTES)
     return None
