@@ -214,6 +214,7 @@ class ConnectorScheduler:
         if self._waits_for_workers:
             return None  # a prompt that is computed now could be neither leased nor stored
         if request.request_id == self._passed_over:
+            self._passed_over = ""  # some schedulers look up in other ways, too
             return None
         if any(role.must_wait(request, computed_tokens) for role in self._roles):
             return None

@@ -82,12 +82,12 @@ class DeviceBlocks:
         kv_cache_manager.free = free_and_forget_the_rest
         look_up = kv_cache_manager.get_computed_blocks
 
-        def look_up_unless_it_waits(request: "Request") -> Any:
+        def look_up_unless_it_waits(request: "Request", *limit: Any) -> Any:  # from 0.33 on, of the tokens to be found
             if not waits(request):
-                return look_up(request)
+                return look_up(request, *limit)
             kept, request.skip_reading_prefix_cache = request.skip_reading_prefix_cache, True
             try:
-                return look_up(request)  # nothing, as vLLM's releases say it
+                return look_up(request, *limit)  # nothing, as vLLM's releases say it
             finally:
                 request.skip_reading_prefix_cache = kept
 

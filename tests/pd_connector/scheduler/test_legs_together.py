@@ -264,3 +264,13 @@ def test_nothing_is_looked_up_for_prompts_with_which_the_prefill_engine_has_yet_
         assert looked_up.call_count >= 5
     assert ends([ours for _, ours in pairs]) == {"finished": 5}
     assert decode.counts["pulled"] == 5
+
+
+def test_a_request_of_which_nothing_was_looked_up_waits_once(world: World) -> None:
+    """Some schedulers look blocks up in ways of their own, so that the note of the last time would stay."""
+    _, decode = a_pair(world)
+    decode.ask(ClientRequest("r", [1] * 100, 5))
+    (request,) = decode.scheduler.requests.values()
+    decode.side._passed_over = request.request_id
+    assert [decode.side.missing_tokens(request, 0) for _ in range(2)] == [None, 0]
+    world.run(within_s=20)
