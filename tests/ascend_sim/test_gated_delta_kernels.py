@@ -5,7 +5,7 @@ States lie as vllm-ascend's model runner lays them: in pages that are larger tha
 
 import pytest
 
-from tests.support.ascend.device_process import IN_PAGES, on_device
+from tests.support.ascend.device_process import IN_PAGES, ONE_BY_ONE, on_device
 from tests.support.ascend.paths import ascend_release
 
 pytestmark = [
@@ -102,13 +102,11 @@ assert_rows(pages, states, {5: inputs[0][-3:], 3: inputs[1][-3:]}, before)
 
 
 def test_drafts_that_are_not_accepted_leave_no_trace() -> None:
-    """Requests of three tokens a step, of which the next step says how many were accepted; and these one by one."""
     on_device(
         IN_PAGES
         + """
 from fla_npu.ops.ascendc import causal_conv1d_update, recurrent_gated_delta_rule
 kernel, channels, heads, size = 4, 12, 2, 8
-numbers = torch.arange(27).view(3, 3, 3)  # of a token: step, request, place in it
 weight, x = torch.randn(kernel, channels), torch.randn(27, channels)
 q, k, v = (functional.normalize(torch.randn(27, heads, size), dim=-1) for _ in range(3))
 g, beta = -torch.rand(27, heads), torch.rand(27, heads)
@@ -128,18 +126,8 @@ def go_on(tokens, accepted, row, places):
         *on(q[chosen], k[chosen], v[chosen]), states, **dict(zip(("g", "beta"), on(g[chosen], beta[chosen]))),
         scale=1.0, actual_seq_lengths=whole([0, *lengths]), ssm_state_indices=whole(sum(places, [])), **told)
     return torch.cat((out.cpu(), read.flatten(1).cpu()), 1).split(lengths)
-
-rows, places = [5, 2, 3], [[4, 1, 7], [2, 8, 9], [11, 3, 6]]
-accepted = [1, 1, 1], [1, 2, 3], [3, 1, 2]
-first = inputs.cpu()[rows], states.cpu()[[at[0] for at in places]]
-drafted = [go_on([*numbers[step]], accepted[step], rows, places) for step in range(3)]
-for request, (row, (place, *_)) in enumerate(zip(rows, places)):
-    inputs[row], states[place] = first[0][request].to(device), first[1][request].to(device)
-    for step, count in enumerate((accepted[1][request], accepted[2][request], 3)):
-        for token in range(count):
-            (alone,) = go_on([numbers[step, request, token : token + 1]], None, [row], [[place]])
-            torch.testing.assert_close(drafted[step][request][token : token + 1], alone)
 """
+        + ONE_BY_ONE
     )
 
 
@@ -176,5 +164,28 @@ runs = torch.tensor([at[:1], at[1:], [12]]).to(device)
 batch_memcpy_kernel[(1,)](*runs, BLOCK_SIZE=8)
 before[1, :3] = before[5, :3]
 assert torch.equal(pages.cpu(), before)
+"""
+    )
+
+
+def test_a_state_is_kept_where_accepted_drafts_pass_the_border_of_a_block() -> None:
+    """Of three requests, the first into the block before, the second not at all, the third inside its block."""
+    on_device(
+        IN_PAGES
+        + """
+from vllm_ascend.ops.triton.mamba.postprocess import postprocess_mamba_fused_kernel
+(rows, inputs), (pages, states) = in_pages(20, 5, 6), in_pages(20, 2, 3)
+before, old = (rows.cpu(), pages.cpu()), (inputs.cpu(), states.cpu())
+table, accepted, out = whole([[*range(start, start + 6)] for start in (1, 7, 13)]), whole([2, 2, 3]), whole([2, 2, 3])
+scheduled, computed, drafted = whole([3, 3, 3]), whole([6, 4, 5]), whole([2, 2, 2])
+addresses, strides = torch.tensor([[each.data_ptr(), 4 * each.stride(0)] for each in (inputs, states)]).to(device).T
+postprocess_mamba_fused_kernel[3, 2, 1](
+    accepted, whole([2, 1, 1]), scheduled, computed, drafted, torch.tensor([table.data_ptr()]).to(device), 6,
+    addresses, strides, whole([4, 4]), whole([6, 6]), whole([5, 0]), whole([0, 0]), None, None, out, None, 3,
+    block_size=4, COPY_BLOCK_SIZE=8, CONV_STATE_DIM_FIRST=False)
+assert out.tolist() == [2, 2, 1]
+last = {2: torch.cat((old[0][3, 1:], old[0][2, 4:])), 14: torch.cat((old[0][14, 2:], old[0][14, 3:]))}
+assert_rows(rows, inputs, last, before[0])
+assert_rows(pages, states, {2: old[1][4], 14: old[1][16]}, before[1])
 """
     )

@@ -233,5 +233,9 @@ for write in filter(None, writes):
     rows = torch.zeros(7, 8, device=device)
     write(rows, indices.to(device), updates.to(device))
     assert torch.equal(rows.cpu(), expected)
+for kind in (torch.int32, torch.int64):
+    rows = torch.zeros(7, 8, device=device)
+    rows.index_copy_(0, torch.tensor([5, 2], dtype=kind).to(device), updates[[0, 2]].to(device))
+    assert torch.equal(rows.cpu(), expected)
 """
     )

@@ -6,7 +6,7 @@ process.
 
 import pytest
 
-from tests.support.ascend.device_process import IN_PAGES, on_device
+from tests.support.ascend.device_process import IN_PAGES, ONE_BY_ONE, on_device
 from tests.support.ascend.paths import ascend_release
 
 pytestmark = pytest.mark.skipif(ascend_release() == "0.23", reason="hybrids are refused on vLLM 0.23")
@@ -102,5 +102,40 @@ from vllm_ascend.ops.triton.kda.kda import rms_norm_gated
 x, gate, weight = torch.randn(1, 50, 2, 16), torch.randn(50, 2, 16), torch.randn(16)
 out = rms_norm_gated(*on(x, gate, weight), None, "sigmoid", eps=1e-5)
 torch.testing.assert_close(out.cpu(), functional.rms_norm(x, (16,), weight, 1e-5) * gate.sigmoid())
+
+from vllm_ascend.ops.triton.linearnorm.fused_eh_norm import fused_eh_norm
+positions, (x, before), weights = torch.tensor([5, 0, 1]), torch.randn(2, 3, 16), torch.randn(2, 16)
+out = fused_eh_norm(*on(positions, x, before, *weights), 1e-5).cpu()
+x[1] = 0
+parts = [functional.rms_norm(each, (16,), own, 1e-5) for each, own in zip((x, before), weights)]
+torch.testing.assert_close(out, torch.cat(parts, 1))
 """
+    )
+
+
+def test_drafts_that_are_not_accepted_leave_no_trace() -> None:
+    on_device(
+        IN_PAGES
+        + """
+from vllm_ascend.models.glm5next.ops.causal_conv1d import causal_conv1d
+from vllm_ascend.models.glm5next.ops.kda import recurrent_kda
+kernel, channels, heads, size = 4, 12, 2, 8
+weight, x, beta = torch.randn(kernel, channels), torch.randn(27, channels), torch.randn(27, heads)
+q, k, v, gate = (torch.randn(27, heads, size) for _ in range(4))
+own = on(0.3 * torch.randn(1, 1, heads, 1), torch.randn(heads * size) - 3)
+_, inputs = in_pages(7, kernel - 1 + 2, channels)
+_, states = in_pages(12, heads, size, size)
+
+def go_on(tokens, accepted, rows, places):
+    lengths, chosen = [len(each) for each in tokens], torch.cat(tokens)
+    starts = whole([sum(lengths[:end]) for end in range(len(lengths) + 1)])
+    told = None if accepted is None else whole(accepted)
+    out = causal_conv1d(
+        *on(x[chosen], weight), inputs, starts, whole([[row] for row in rows]), run_mode=1, num_accepted_tokens=told)
+    read = recurrent_kda(
+        *(each[chosen][None].to(device) for each in (q, k, v, gate, beta)), states, starts, whole(places), *own, -5.0,
+        told)
+    return torch.cat((out.cpu(), read[0].flatten(1).cpu()), 1).split(lengths)
+"""
+        + ONE_BY_ONE
     )

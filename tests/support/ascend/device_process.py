@@ -49,6 +49,22 @@ def whole(numbers):
     return torch.tensor(numbers, dtype=torch.int32).to(device)
 """
 
+#: Code behind another that defines ``go_on``, with ``inputs`` and ``states``: requests of three tokens a step, of which
+#: the next step says how many were accepted; and these one by one.
+ONE_BY_ONE = """
+numbers = torch.arange(27).view(3, 3, 3)  # of a token: step, request, place in it
+rows, places = [5, 2, 3], [[4, 1, 7], [2, 8, 9], [11, 3, 6]]
+accepted = [1, 1, 1], [1, 2, 3], [3, 1, 2]
+first = inputs.cpu()[rows], states.cpu()[[at[0] for at in places]]
+drafted = [go_on([*numbers[step]], accepted[step], rows, places) for step in range(3)]
+for request, (row, (place, *_)) in enumerate(zip(rows, places)):
+    inputs[row], states[place] = first[0][request].to(device), first[1][request].to(device)
+    for step, count in enumerate((accepted[1][request], accepted[2][request], 3)):
+        for token in range(count):
+            (alone,) = go_on([numbers[step, request, token : token + 1]], None, [row], [[place]])
+            torch.testing.assert_close(drafted[step][request][token : token + 1], alone)
+"""
+
 
 def on_device(code: str, **variables: str) -> None:
     """Run code in a process with a simulated device; what it asserts must hold."""

@@ -159,12 +159,11 @@ def chunk_gated_delta_rule_fwd(
     return out.unsqueeze(0), final.transpose(-1, -2).contiguous()
 
 
-def _update(
-    *args: Any, out: Tensor | None = None, max_query_len: int = 1, **others: Any
-) -> Tensor:  # fmt: skip
-    """``causal_conv1d_update``, into a tensor of its own if none is given."""
+def _update(*args: Any, out: Tensor | None = None, max_query_len: int = 0, **others: Any) -> Tensor:
+    """``causal_conv1d_update``, into a tensor of its own if none is given, of any number of tokens if that is not."""
     out = torch.zeros_like(args[0]) if out is None else out
-    updated: Tensor = torch.ops.fla_npu.causal_conv1d_update(*args, out=out, max_query_len=max_query_len, **others)
+    most = max_query_len or len(args[0])
+    updated: Tensor = torch.ops.fla_npu.causal_conv1d_update(*args, out=out, max_query_len=most, **others)
     return updated
 
 

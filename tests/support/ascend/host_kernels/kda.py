@@ -1,7 +1,7 @@
 """Kimi delta attention (KDA): operators of fla_npu, and the Triton kernels that vllm-ascend launches around them.
 
-As ``gated_delta``, but for how a state decays: each item of a key has a rate of its own. A state of the recurrence is
-[heads, value size, key size]. There are no drafts: whoever passes accepted tokens gets an error.
+As ``gated_delta``, also with drafts, but for how a state decays: each item of a key has a rate of its own. A state of
+the recurrence is [heads, value size, key size].
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,8 @@ from tests.support.ascend.host_kernels.norms import scaled_norm
 
 _RECURRENT, _CHUNKED = (
     "recurrent_kda(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) states, *, Tensor cu_seqlens, "
-    "Tensor indices, Tensor A_log, Tensor dt_bias, float scale, float lower_bound, bool is_raw_beta) -> Tensor",
+    "Tensor indices, Tensor? accepted, Tensor A_log, Tensor dt_bias, float scale, float lower_bound, bool is_raw_beta) "
+    "-> Tensor",
     "chunk_kda_fwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor initial_state, *, int[] cu_seqlens, "
     "Tensor A_log, Tensor dt_bias, float scale, float lower_bound) -> (Tensor, Tensor)",
 )
@@ -39,19 +40,22 @@ def _of_length_one(x: Tensor) -> Tensor:
 
 def _recurrent(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor,
-    *, cu_seqlens: Tensor, indices: Tensor, A_log: Tensor, dt_bias: Tensor,  # noqa: N803  fla_npu's
+    *, cu_seqlens: Tensor, indices: Tensor, accepted: Tensor | None, A_log: Tensor, dt_bias: Tensor,  # noqa: N803
     scale: float, lower_bound: float, is_raw_beta: bool,
 ) -> Tensor:  # fmt: skip
     q, k, v, g, beta = (x[0] for x in (q, k, v, g, beta))
     beta = beta.float().sigmoid() if is_raw_beta else beta.float()
     q, k, kept = _of_length_one(q), _of_length_one(k), _kept(g, A_log, dt_bias, lower_bound)
     out = torch.zeros_like(v, memory_format=torch.contiguous_format)
-    for index, (start, end) in zip(indices.tolist(), pairwise(cu_seqlens.tolist()), strict=True):
-        assert end - start <= 1, "several tokens of a request are drafts"
-        if end > start:
-            rows, own = slice(start, end), states[index].float()
-            out[rows] = (scale * recur(q[rows], k[rows], v[rows], kept[rows], beta[rows], own)).to(out.dtype)
-            states[index] = own.to(states.dtype)
+    places = indices.reshape(len(indices), -1).tolist()
+    befores = [1] * len(places) if accepted is None else accepted.tolist()
+    for own_places, before, (start, end) in zip(places, befores, pairwise(cu_seqlens.tolist()), strict=True):
+        assert end - start <= len(own_places), "more tokens than places for states"
+        own = states[own_places[before - 1]].to(torch.float32, copy=True)
+        for token, place in zip(range(start, end), own_places, strict=False):
+            row = slice(token, token + 1)
+            out[row] = (scale * recur(q[row], k[row], v[row], kept[row], beta[row], own)).to(out.dtype)
+            states[place] = own.to(states.dtype)
     return out.unsqueeze(0)
 
 
@@ -82,18 +86,17 @@ def recurrent_kda(
     scale: float, lower_bound: float, use_beta_sigmoid_in_kernel: bool, num_accepted_tokens: Tensor | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """What requests that go on, of a token each, read of their states, [1, tokens, heads, size], which change.
+    """What requests that go on, of a token each or drafts, read of their states, [1, tokens, heads, size].
 
     ``q``, ``k``, ``v``, ``g`` [1, tokens, heads, size], ``beta`` [1, tokens, heads]; ``initial_state`` has all states.
     """
-    assert num_accepted_tokens is None
     assert others == {
         "layout": "BSND", "output_final_state": False, "inplace_final_state": True, "state_v_first": True,
         "use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "allow_neg_eigval": False, "safe_gate": True,
     }  # fmt: skip
     out = torch.ops.fla_npu.recurrent_kda(
-        q, k, v, g, beta, initial_state, cu_seqlens=cu_seqlens, indices=ssm_state_indices, A_log=A_log,
-        dt_bias=dt_bias, scale=scale, lower_bound=lower_bound, is_raw_beta=use_beta_sigmoid_in_kernel,
+        q, k, v, g, beta, initial_state, cu_seqlens=cu_seqlens, indices=ssm_state_indices, accepted=num_accepted_tokens,
+        A_log=A_log, dt_bias=dt_bias, scale=scale, lower_bound=lower_bound, is_raw_beta=use_beta_sigmoid_in_kernel,
     )  # fmt: skip
     return out, None
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tests.support.ascend.host_kernels.dispatch import ATB, NPU, atb_operator, npu_operator
+from tests.support.ascend.host_kernels.dispatch import ATB, NPU, OperatorLibrary, atb_operator, npu_operator
 from tests.support.ascend.host_kernels.norms import scaled_norm
 from tests.support.ascend.host_kernels.rotary import rotate_pairs
 
@@ -51,6 +51,15 @@ def npu_scatter_nd_update_(rows: Tensor, indices: Tensor, updates: Tensor) -> Te
     """Write ``updates`` [tokens, ...] to those rows of a cache that ``indices`` [tokens, 1] say; a negative is none."""
     write_rows(rows, indices, updates)
     return rows
+
+
+def _index_copy_(rows: Tensor, dim: int, indices: Tensor, source: Tensor) -> Tensor:
+    """PyTorch's own, by indices of any integer type, as the device has it."""
+    return torch.ops.aten.index_copy.out(rows, dim, indices.long(), source, out=rows)
+
+
+PYTORCH = OperatorLibrary("aten")
+PYTORCH.define(_index_copy_, name="index_copy_")
 
 
 def write_rows(rows: Tensor, indices: Tensor, updates: Tensor) -> None:

@@ -112,6 +112,22 @@ def _unit_lengths(_grid: tuple[int, ...], x: Tensor, y: Tensor, epsilon: float, 
     host.launch(scale)
 
 
+def _input_of_draft(
+    _grid: tuple[int, ...], positions: Tensor, embeddings: Tensor, _stride: int, before: Tensor, _before_stride: int,
+    weight: Tensor, weight_before: Tensor, epsilon: float, out: Tensor, *_sizes: int,
+) -> None:  # fmt: skip
+    """Norms of tokens' embeddings, of the first token zeros, and of the hidden states before them; side by side."""
+    positions, embeddings, before, out = map(host.view, (positions, embeddings, before, out))
+    weight, weight_before = host.view(weight), host.view(weight_before)
+
+    def normalise() -> None:
+        own = embeddings.float() * (positions != 0).unsqueeze(-1)
+        parts = (scaled_norm(own, weight, epsilon)[0], scaled_norm(before.float(), weight_before, epsilon)[0])
+        out.copy_(torch.cat(parts, -1))
+
+    host.launch(normalise)
+
+
 def _gates(
     _grid: tuple[int, ...], g: Tensor, strength: Tensor, a_log: Tensor, a: Tensor, b: Tensor, bias: Tensor,
     _seq_len: int, _heads: int, _tokens: int, beta: float, threshold: float, **_others: Any,
@@ -190,6 +206,47 @@ def _copy_memory(_grid: tuple[int, ...], sources: Tensor, targets: Tensor, sizes
     host.launch(copy)
 
 
+def _keep_border_states(
+    grid: tuple[int, ...], accepted: Tensor, places: Tensor, scheduled: Tensor, computed: Tensor, drafted: Tensor,
+    tables: Tensor, table_stride: int, bases: Tensor, strides: Tensor, item_sizes: Tensor, sizes: Tensor,
+    widths: Tensor, groups: Tensor, _rows: Tensor, _row_strides: Tensor, out: Tensor, mapping: None, requests: int,
+    *, block_size: int, CONV_STATE_DIM_FIRST: bool, **_others: Any,  # noqa: N803  Triton's
+) -> None:  # fmt: skip
+    """Copy the state at a border that accepted tokens have passed to the block that ends there.
+
+    The states after each of a step's tokens are in the blocks from the running one on; of convolutions, the inputs
+    follow each other in the running block. ``out``: behind which accepted token the next step finds its state.
+    """
+    assert mapping is None
+    assert not CONV_STATE_DIM_FIRST
+    of_requests = [host.view(each) for each in (accepted, places, scheduled, computed, drafted)]
+    of_states = [host.view(each) for each in (bases, strides, item_sizes, sizes, widths, groups)]
+    tables, out = host.view(tables), host.view(out)
+
+    def keep(request: int) -> None:
+        number, place, new, old, drafts = (int(each[request]) for each in of_requests)
+        first = old + new - drafts  # tokens of the state in the running block
+        border = (first + number - 1) // block_size * block_size
+        behind, to = border - first, border // block_size - 1
+        if behind < 0:
+            return
+        if place == to:
+            out[request] = 1
+        for state in range(grid[1] if behind or place != to else 0):
+            base, stride, item, size, width, group = (int(each[state]) for each in of_states)
+            row = int(tables[group]) + 4 * table_stride * request
+            blocks = _int32_at(row, (table_stride,)).tolist()
+            source, count = (blocks[place], width - behind) if width else (blocks[place + behind], 1)
+            address, length = base + source * stride + (behind * size * item if width else 0), count * size * item
+            ctypes.memmove(host.reach(base + blocks[to] * stride, length), host.reach(address, length), length)
+
+    def keep_all() -> None:
+        for request in range(requests):
+            keep(request)
+
+    host.launch(keep_all)
+
+
 #: Module: its kernels.
 _KERNELS: Mapping[str, Mapping[str, Callable[..., None]]] = {
     "vllm.v1.worker.block_table": {"_compute_slot_mapping_kernel": _slot_mapping},
@@ -200,6 +257,7 @@ _KERNELS: Mapping[str, Mapping[str, Callable[..., None]]] = {
         "_compute_slot_mapping_fused_groups_adaptive_kernel": _slot_mapping_of_groups,
     },
     "vllm.third_party.flash_linear_attention.ops.l2norm": {"l2norm_fwd_kernel2": _unit_lengths},
+    "vllm_ascend.ops.triton.linearnorm.fused_eh_norm": {"_fused_eh_norm_kernel": _input_of_draft},
     "vllm_ascend.ops.triton.fused_gdn_gating": {"fused_gdn_gating_kernel": _gates},
     "vllm_ascend.ops.triton.layernorm_gated": {"_layer_norm_fwd_1pass_kernel_npu": _gated_norm},
     "vllm_ascend.ops.triton.mamba.state_index": {
@@ -233,6 +291,7 @@ _KERNELS: Mapping[str, Mapping[str, Callable[..., None]]] = {
         "_hash_ids_kernel": ngram_tables.hash_ngrams,
     },
     "vllm_ascend.ops.triton.engram_lookup": {"_engram_int8_gather_dequant_kernel": ngram_tables.read_rows},
+    "vllm_ascend.ops.triton.mamba.postprocess": {"postprocess_mamba_fused_kernel": _keep_border_states},
     "vllm_ascend.ops.triton.batch_memcpy": {"batch_memcpy_kernel": _copy_memory},
     "vllm_ascend.ops.triton.dcp.dcp_a2a": {
         "_pack_dcp_output_lse_kernel": pack_for_ranks,
