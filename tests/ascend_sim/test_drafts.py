@@ -13,13 +13,15 @@ import pytest
 
 from tests.support.ascend.drafting_servers import (
     NPU_DRAFTS,
+    NPU_DRAFTS_BESIDE_BORDERED_STATES,
     NPU_DRAFTS_BESIDE_STATES,
+    NPU_DRAFTS_COMPRESSED,
     NPU_DRAFTS_EAGLE3,
     NPU_DRAFTS_EAGLE3_MLA,
     NPU_DRAFTS_QUANTISED,
 )
 from tests.support.ascend.paths import ascend_release
-from tests.support.ascend.servers import NPU_BLOCK_SIZE, STEP_TOKENS
+from tests.support.ascend.servers import NPU_BLOCK_SIZE, NPU_STATE_BLOCK, STEP_TOKENS
 from tests.support.e2e.client import Completion
 from tests.support.e2e.cluster import Server
 from tests.support.e2e.corruption import spoil_numbers
@@ -30,7 +32,7 @@ from tests.support.e2e.pair import Pair, assert_same_output, end_lease, make_pro
 pytestmark = pytest.mark.skipif(ascend_release() == "0.23", reason="vllm-ascend 0.23 calls other operators for it")
 
 ANSWER = 24
-#: What two runs may differ by in a logprob, of a model whose prompts are computed in bfloat16.
+#: What two runs may differ by in a logprob, of a model that is computed in bfloat16, or whose prompts are.
 BFLOAT16_TOLERANCE = 0.05
 
 
@@ -60,9 +62,10 @@ def drafts_of(server: Server) -> Iterator[Drafts]:
 
 
 class Drafting:
-    """What holds whatever the caches. D has three drafts a step, P one or none."""
+    """What holds whatever the caches, of one pair of servers. D has three drafts a step."""
 
-    found_tokens: ClassVar[int] = NPU_BLOCK_SIZE  # of a first turn with its answer, which fill two blocks
+    turn: ClassVar[tuple[int, int]] = (NPU_BLOCK_SIZE - 10, NPU_BLOCK_SIZE + 20)  # tokens of a first one, its answer's
+    found_tokens: ClassVar[int] = NPU_BLOCK_SIZE  # of these, which fill two blocks
     layer: ClassVar[str] = ".layers.3.self_attn.attn"  # which drafts: the end of its name
     spare: ClassVar[int] = 0  # by how many accepted drafts two answers may differ
 
@@ -87,27 +90,20 @@ class Drafting:
         """P computes long prompts in parts; vllm-ascend 0.30 makes a draft's last row of each of a wrong token."""
         return self.spare + len(prompt) // STEP_TOKENS
 
-    @pairs("P TP1", "P TP2")
-    @pytest.mark.parametrize("tokens", [NPU_BLOCK_SIZE + 1, 1000])
-    def test_a_pulled_prompt_gives_the_same_output_by_the_same_drafts(
-        self, pair: Pair, servers: dict[str, Server], tokens: int
-    ) -> None:
-        """And the same output as without drafts."""
+    def pulled(self, pair: Pair, tokens: int) -> tuple[list[int], Completion]:
+        """A prompt that gives the same output by the same drafts as computed by D alone, and that output."""
         reference = self.reference(pair.decode, make_prompt(tokens, (tokens, pair.name)))
-        prompt = reference[0]
         with drafts_of(pair.decode) as drafts:
-            _, completion = pair.assert_pulls_all(prompt, ANSWER)
+            _, completion = pair.assert_pulls_all(reference[0], ANSWER)
         self.assert_right(completion, drafts, reference)
-        self.assert_as_without_drafts(completion, servers["P without"], prompt)
-
-    def assert_as_without_drafts(self, completion: Completion, server: Server, prompt: list[int]) -> None:
-        self.assert_same(completion, server.client.compute(prompt, ANSWER))
+        return reference[0], completion
 
     @pairs("P TP2")
     def test_a_second_turn_drafts_the_same_behind_what_was_drafted(self, pair: Pair) -> None:
         """D finds blocks of the first answer, into which it wrote rows of tokens that it did not accept, too."""
-        prompt = make_prompt(NPU_BLOCK_SIZE - 10, (pair.name, "turns"))
-        first = pair.disaggregate(prompt, NPU_BLOCK_SIZE + 20)
+        tokens, answer = self.turn
+        prompt = make_prompt(tokens, (pair.name, "turns"))
+        first = pair.disaggregate(prompt, answer)
         more = make_prompt(100, (pair.name, "second turn"))
         reference = self.reference(pair.decode, [*prompt, *first.tokens, *more])
         with pair.traffic() as traffic, drafts_of(pair.decode) as drafts:
@@ -136,6 +132,22 @@ class Drafting:
         self.assert_same(completion, expected)
         self.assert_cost(drafts, alone, prompt)
 
+
+class DraftingFromAny(Drafting):
+    """Also from prefill servers of other sizes, and without drafts."""
+
+    @pairs("P TP1", "P TP2")
+    @pytest.mark.parametrize("tokens", [NPU_BLOCK_SIZE + 1, 1000])
+    def test_a_pulled_prompt_gives_the_same_output_by_the_same_drafts(
+        self, pair: Pair, servers: dict[str, Server], tokens: int
+    ) -> None:
+        """And the same output as without drafts."""
+        prompt, completion = self.pulled(pair, tokens)
+        self.assert_as_without_drafts(completion, servers["P without"], prompt)
+
+    def assert_as_without_drafts(self, completion: Completion, server: Server, prompt: list[int]) -> None:
+        self.assert_same(completion, server.client.compute(prompt, ANSWER))
+
     @pairs("P without")
     def test_without_drafts_on_the_prefill_server_fewer_are_accepted(self, pair: Pair) -> None:
         """D's layer attends to what its blocks last held."""
@@ -148,7 +160,7 @@ class Drafting:
         self.assert_cost(drafts, alone, prompt)
 
 
-class ConcurrentDrafting(Drafting):
+class ConcurrentDrafting(DraftingFromAny):
     """Prompts at once, too, where numbers have so many bits that it does not matter which are computed together."""
 
     @pairs("P TP1", "P TP2")
@@ -203,15 +215,19 @@ class LastTokenAlone(Drafting):
         assert completion.tokens == server.client.compute(prompt[:-1], 1 + ANSWER).tokens[1:]
 
 
-@on(NPU_DRAFTS_EAGLE3_MLA)
-class TestEagle3BesideLatentVectors(LastTokenAlone, ByEagle3):
-    """vllm-ascend computes the model's prompts in bfloat16, and tokens that follow in its own type."""
-
-    spare = 4
+class InBfloat16(LastTokenAlone):
+    """Where other drafts are accepted, steps have other tokens, and numbers round otherwise."""
 
     def assert_same(self, a: Completion, b: Completion) -> None:
         assert a.tokens == b.tokens
         assert a.logprob_difference(b) < BFLOAT16_TOLERANCE
+
+
+@on(NPU_DRAFTS_EAGLE3_MLA)
+class TestEagle3BesideLatentVectors(InBfloat16, ByEagle3):
+    """vllm-ascend computes the model's prompts in bfloat16, and tokens that follow in its own type."""
+
+    spare = 4
 
     def assert_cost(self, drafts: Drafts, alone: Drafts, prompt: list[int]) -> None:
         """Of some prompts, few are accepted at best: of as many drafts, less than half."""
@@ -225,7 +241,7 @@ class TestEagle3BesideLatentVectors(LastTokenAlone, ByEagle3):
 
 
 @on(NPU_DRAFTS_QUANTISED)
-class TestQuantised(LastTokenAlone):
+class TestQuantised(LastTokenAlone, DraftingFromAny):
     """Latent vectors in int8. The numbers have the same bits as the reference's.
 
     But the reference had drafts in the step of the last token, and its other steps are other ones, too.
@@ -261,3 +277,39 @@ class TestBesideStates(ConcurrentDrafting):
         assert answer.kv_transfer_params is not None
         end_lease(answer.kv_transfer_params)
         assert list(answer.tokens) == prompt[-1:]
+
+
+class DraftingFromOne(Drafting):
+    """From one prefill server, which has drafts, too."""
+
+    @pairs("P TP2")
+    @pytest.mark.parametrize("tokens", [NPU_BLOCK_SIZE + 1, 1000])
+    def test_a_pulled_prompt_gives_the_same_output_by_the_same_drafts(self, pair: Pair, tokens: int) -> None:
+        self.pulled(pair, tokens)
+
+
+@on(NPU_DRAFTS_BESIDE_BORDERED_STATES)
+class TestBesideBorderedStates(DraftingFromOne):
+    """With prefix caching. D's next turn goes on from a state that it has kept while it decoded drafts."""
+
+    spare = 2
+    turn = (NPU_STATE_BLOCK - 16, NPU_STATE_BLOCK + 32)
+    found_tokens = NPU_STATE_BLOCK  # of two blocks, the last of which vLLM leaves out
+    layer = "mtp.layers.0.self_attn.attn"
+
+    @pairs("P TP2")
+    def test_spoilt_rows_cost_drafts(self, pair: Pair) -> None:
+        self.assert_spoilt_rows_cost_drafts(pair, "k")
+
+
+@on(NPU_DRAFTS_COMPRESSED)
+class TestBesideCompressedCaches(InBfloat16, DraftingFromOne):
+    """DeepSeek-V4: a layer with a window drafts."""
+
+    spare = 2
+    found_tokens = 0  # all caches together end a block after 16384 tokens
+    layer = "mtp.0.self_attn.swa_cache"
+
+    @pairs("P TP2")
+    def test_spoilt_rows_cost_drafts(self, pair: Pair) -> None:
+        self.assert_spoilt_rows_cost_drafts(pair, "part0")

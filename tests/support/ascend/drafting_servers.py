@@ -7,7 +7,14 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 
-from tests.support.ascend.servers import LONGEST, NPU_STATE_BLOCK, on_npu, quantised, unverified
+from tests.support.ascend.servers import (
+    LONGEST,
+    NPU_STATE_BLOCK,
+    compressing,
+    on_npu,
+    quantised,
+    unverified,
+)
 from tests.support.e2e.architectures import Name
 from tests.support.e2e.cluster import MODEL_DIRECTORY, ServerSpec
 from tests.support.e2e.deployments import Deployment, peer, prefill
@@ -40,8 +47,11 @@ def _drafting(spec: ServerSpec, drafts: int) -> ServerSpec:
 
 def _drafting_states(spec: ServerSpec, drafts: int) -> ServerSpec:
     # A request has a state for each of its drafts, and as recipes have it none at borders of blocks.
-    spec = _also(_drafting(spec, drafts), "--no-enable-prefix-caching")
-    return replace(spec, block_size=NPU_STATE_BLOCK, kv_cache_bytes=128 << 20)
+    return _also(_drafting_bordered_states(spec, drafts), "--no-enable-prefix-caching")
+
+
+def _drafting_bordered_states(spec: ServerSpec, drafts: int) -> ServerSpec:
+    return replace(_drafting(spec, drafts), block_size=NPU_STATE_BLOCK, kv_cache_bytes=128 << 20)
 
 
 def _drafting_deployment(name: str, model: ModelSpec, drafting: Callable[[ServerSpec, int], ServerSpec]) -> Deployment:
@@ -53,6 +63,19 @@ def _drafting_deployment(name: str, model: ModelSpec, drafting: Callable[[Server
             ("P TP2", _also(drafting(prefill(model, tensor_parallel=2), 1), *_IN_STEP)),
             ("P without", drafting(peer(model, None), 0)),
             ("D", _also(drafting(replace(peer(model, None), role="kv_consumer"), 3), *_AT_ONCE)),
+        ),
+    )
+
+
+def _drafting_pair(
+    name: str, model: ModelSpec, drafting: Callable[[ServerSpec, int], ServerSpec], drafts: int, *decode: str
+) -> Deployment:
+    """One prefill server, with so many drafts. ``decode``: more arguments of D."""
+    return Deployment(
+        name,
+        (
+            ("P TP2", _also(drafting(prefill(model, tensor_parallel=2), drafts), *_IN_STEP)),
+            ("D", _also(drafting(replace(peer(model, None), role="kv_consumer"), 3), *decode)),
         ),
     )
 
@@ -85,3 +108,21 @@ NPU_DRAFTS_EAGLE3_MLA = _drafting_deployment(
 NPU_DRAFTS_BESIDE_STATES = _drafting_deployment(
     "drafts beside states", ModelSpec(hybrid="qwen3_5_mtp"), _drafting_states
 )
+
+
+#: The same with states at borders of blocks, too.
+NPU_DRAFTS_BESIDE_BORDERED_STATES = _drafting_pair(
+    "drafts beside states at borders", ModelSpec(hybrid="qwen3_5_mtp"), _drafting_bordered_states, 1, *_AT_ONCE
+)
+
+
+def _drafting_beside_compressed(spec: ServerSpec, drafts: int) -> ServerSpec:
+    return _also(compressing(spec), *_speculative(spec.model, drafts))
+
+
+#: A window beside compressed caches. In bfloat16, in which numbers depend on where steps end: D's end as P's do.
+NPU_DRAFTS_COMPRESSED = _drafting_pair(
+    "drafts beside compressed caches",
+    ModelSpec(architecture="deepseek_v4", drafts="mtp"),
+    _drafting_beside_compressed, 1, *_IN_STEP,
+)  # fmt: skip

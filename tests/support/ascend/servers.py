@@ -297,7 +297,8 @@ NPU_BLOCK_FP8 = Deployment(
 _WORKER_APART = ("--distributed-executor-backend", "mp")
 
 
-def _compressing(spec: ServerSpec, *arguments: str) -> ServerSpec:
+def compressing(spec: ServerSpec, *arguments: str) -> ServerSpec:
+    """The server for compressed caches."""
     spec = replace(spec, dtype="bfloat16", arguments=(*_LONG, *_WORKER_APART, *arguments))
     # All its cache groups take blocks of one pool, most of them for few tokens.
     return replace(unverified(on_npu(spec)), kv_cache_bytes=512 << 20)
@@ -307,9 +308,9 @@ def _compressing_deployment(name: str, model: ModelSpec, *arguments: str) -> Dep
     return Deployment(
         name,
         (
-            ("P TP1", _compressing(prefill(model), *arguments)),
-            ("P TP2", _compressing(prefill(model, tensor_parallel=2), *arguments)),
-            ("D", _compressing(replace(_peer(model), role="kv_consumer"), *arguments)),
+            ("P TP1", compressing(prefill(model), *arguments)),
+            ("P TP2", compressing(prefill(model, tensor_parallel=2), *arguments)),
+            ("D", compressing(replace(_peer(model), role="kv_consumer"), *arguments)),
         ),
     )
 
@@ -355,8 +356,9 @@ NPU_ONE_STATE = Deployment(
 )
 
 
-def _pooled(tensor_parallel: int = 1) -> ServerSpec:
-    spec = unverified(on_npu(replace(_peer(GLM_FLASH, tensor_parallel), dtype="bfloat16")))
+def pooling(spec: ServerSpec) -> ServerSpec:
+    """The server for GLM-5.3-Flash."""
+    spec = unverified(on_npu(replace(spec, dtype="bfloat16")))
     # Its blocks are those of several groups of layers, which share memory.
     return replace(spec, block_size=NPU_STATE_BLOCK, kv_cache_bytes=64 << 20)
 
@@ -365,7 +367,11 @@ def _pooled(tensor_parallel: int = 1) -> ServerSpec:
 #: tokens, and a ring of the others. Nothing is verified, as above.
 NPU_POOLED_INDEXER = Deployment(
     "pooled indexer",
-    (("TP1", _pooled()), ("other TP1", _pooled()), ("TP2", _pooled(2))),
+    (
+        ("TP1", pooling(_peer(GLM_FLASH))),
+        ("other TP1", pooling(_peer(GLM_FLASH))),
+        ("TP2", pooling(_peer(GLM_FLASH, 2))),
+    ),
 )
 
 #: Stores what it is about to evict, from layers with and without a sliding window. Host memory has room for what

@@ -25,6 +25,7 @@ from tests.support.e2e.architectures import (
     SHARPNESS,
     VALUE_SIZE,
     Matrix,
+    Name,
     Weights,
 )
 
@@ -43,13 +44,21 @@ _MSCALE = 1 + 0.1 * math.log(2)
 
 #: What the other layers add, of what random weights would.
 _OTHER_LAYERS = 0.15
-_OUTPUTS = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
+_OUTPUTS = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "wo_b.weight")
 
 
-def add_deepseek_draft(weights: Weights, layers: int) -> None:
+def add_draft(weights: Weights, layers: int, architecture: Name) -> None:
+    """Add a layer that drafts to a model with so many layers."""
+    if architecture == "deepseek_v4":
+        _add_v4_draft(weights)
+    else:
+        _add_deepseek_draft(weights, layers)
+
+
+def _add_deepseek_draft(weights: Weights, layers: int, copied: int = 0) -> None:
     """Add a layer that drafts, as DeepSeek's models and GLM-5 have it behind the last one: a copy of the first."""
     norm = np.ones(HIDDEN, np.float32)
-    draft = _emphasise_first(weights) | {
+    draft = _emphasise(weights, copied) | {
         **dict.fromkeys(("enorm.weight", "hnorm.weight", "shared_head.norm.weight"), norm),
         "eh_proj.weight": _embeddings_only(),
         "embed_tokens.weight": weights["model.embed_tokens.weight"],
@@ -58,11 +67,32 @@ def add_deepseek_draft(weights: Weights, layers: int) -> None:
     weights |= {f"model.layers.{layers}.{name}": weight.copy() for name, weight in draft.items()}
 
 
+def _add_v4_draft(weights: Weights) -> None:
+    """The same of DeepSeek-V4, of which the first layer and the one that drafts have a window only.
+
+    A token's experts are others in the latter, so they hardly matter.
+    """
+    for name in weights:
+        if name.startswith("model.layers.0.mlp.experts.") and name.endswith("down_proj.weight"):
+            weights[name] = weights[name] * np.float32(_OTHER_LAYERS)
+    norm = np.ones(HIDDEN, np.float32)
+    draft = _emphasise(weights) | {
+        **{f"hc_head_{part}": weights[f"model.hc_head_{part}"] for part in ("fn", "base", "scale")},
+        **dict.fromkeys(("enorm.weight", "hnorm.weight", "norm.weight"), norm),
+        **dict(zip(("e_proj.weight", "h_proj.weight"), np.hsplit(_embeddings_only(), 2), strict=True)),
+        "mlp.gate.e_score_correction_bias": np.zeros(len(weights["model.layers.0.mlp.gate.weight"]), np.float32),
+        "emb.tok_emb.weight": weights["model.embed_tokens.weight"],
+        "head.weight": weights["lm_head.weight"],
+    }
+    del draft["mlp.gate.tid2eid"]
+    weights |= {f"mtp.0.{name}": np.ascontiguousarray(weight).copy() for name, weight in draft.items()}
+
+
 def add_qwen3_5_draft(weights: Weights) -> None:
     """The same of Qwen3.5, of which the first layer has full attention, which becomes sharp."""
     weights["model.layers.0.self_attn.q_norm.weight"] += np.float32(SHARPNESS - 1)
     norm = np.zeros(HIDDEN, np.float32)  # scales by one plus its weight
-    draft = {f"layers.0.{name}": weight for name, weight in _emphasise_first(weights).items()} | {
+    draft = {f"layers.0.{name}": weight for name, weight in _emphasise(weights).items()} | {
         **dict.fromkeys(("norm.weight", "pre_fc_norm_hidden.weight", "pre_fc_norm_embedding.weight"), norm),
         "fc.weight": _embeddings_only(),
     }
@@ -76,7 +106,7 @@ def add_eagle3_draft(directory: Path, weights: Weights, config: Mapping[str, obj
     hidden states, to which such a layer adds what it computes. So it lacks the embedding that the model's own layer
     adds to, which is small.
     """
-    layer, norm = _emphasise_first(weights), np.ones(HIDDEN, np.float32)
+    layer, norm = _emphasise(weights), np.ones(HIDDEN, np.float32)
     own: dict[str, object] = {}
     if "kv_lora_rank" in config:
         layer, own = _by_head(layer), {"num_key_value_heads": HEADS, "head_dim": _WIDE, "rope_parameters": _UNTURNED}
@@ -123,12 +153,13 @@ def _by_head(layer: Weights) -> Weights:
     return layer | {name: weight.astype(np.float32) for name, weight in made.items()}
 
 
-def _emphasise_first(weights: Weights) -> Weights:
-    """Let the first layer make most of what a model says; returns its weights, without its prefix."""
-    prefix = "model.layers.0."
+def _emphasise(weights: Weights, first: int = 0) -> Weights:
+    """Let one layer make most of what a model says, from embeddings; returns its weights, without its prefix."""
+    prefix = f"model.layers.{first}."
     for name, weight in weights.items():
         if name.startswith("model.layers.") and not name.startswith(prefix) and name.endswith(_OUTPUTS):
-            weights[name] = weight * np.float32(_OTHER_LAYERS)
+            is_before = int(name.split(".")[2]) < first
+            weights[name] = weight * (_FAINT if is_before else np.float32(_OTHER_LAYERS))
     return {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
 
 

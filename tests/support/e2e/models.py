@@ -29,7 +29,7 @@ from tests.support.e2e.architectures import (
     shared_config,
 )
 from tests.support.e2e.compressed_model import COMPRESSED_MODEL, V41_MODEL
-from tests.support.e2e.draft_layers import EAGLE3, add_deepseek_draft, add_eagle3_draft
+from tests.support.e2e.draft_layers import EAGLE3, add_draft, add_eagle3_draft
 from tests.support.e2e.glm5_next import GLM5_NEXT
 from tests.support.e2e.hybrids import write_hybrid
 
@@ -136,7 +136,7 @@ def _weights(spec: ModelSpec) -> Weights:
         weights |= {f"{text}.layers.{index}.{name}": weight for name, weight in layer.items()}
     weights |= architecture.beside(draw)
     if spec.drafts == "mtp":
-        add_deepseek_draft(weights, spec.layers)
+        add_draft(weights, spec.layers, spec.architecture)
     return weights
 
 
