@@ -12,6 +12,7 @@ from tests.support.ascend.servers import (
     NPU_STATE_BLOCK,
     compressing,
     on_npu,
+    pooling,
     quantised,
     unverified,
 )
@@ -126,3 +127,15 @@ NPU_DRAFTS_COMPRESSED = _drafting_pair(
     ModelSpec(architecture="deepseek_v4", drafts="mtp"),
     _drafting_beside_compressed, 1, *_IN_STEP,
 )  # fmt: skip
+
+
+def _drafting_by_pools(spec: ServerSpec, drafts: int) -> ServerSpec:
+    # vllm-ascend 0.30 tells the layer that drafts of half of a block table; kernels of the device read all of it.
+    arguments = ("--max-model-len", str(2 * LONGEST), *_speculative(spec.model, drafts))
+    return replace(_also(pooling(spec), *arguments), kv_cache_bytes=128 << 20)
+
+
+#: Latent vectors, keys of pools and a ring, beside states. The same, and as many drafts, for rings of equal sizes.
+NPU_DRAFTS_BY_POOLS = _drafting_pair(
+    "drafts by pools", ModelSpec(layers=5, architecture="glm5_next", drafts="mtp"), _drafting_by_pools, 3, *_IN_STEP
+)

@@ -14,7 +14,7 @@ _TOKENS = (
     ["K", "M", "S", "T"], ["V4"], ["V41"],
 )  # fmt: skip
 #: Those of them with which tokens are right that a layer of the model's own drafts (MTP): ``test_drafts``.
-_DRAFTS = (["I", "M"], ["I+s", "P"], ["G", "S"], ["V4"])
+_DRAFTS = (["I", "M"], ["I+s", "P"], ["G", "S"], ["K", "M", "S", "T"], ["V4"])
 #: Those of models for which a checkpoint of its own drafts (EAGLE-3), by keys and values of heads, on both sides.
 _DRAFTS_EAGLE3 = (["G"], ["M"])
 #: What the page of a recipe lacks, whichever the connector.

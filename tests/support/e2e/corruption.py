@@ -58,9 +58,13 @@ def spoil_numbers(
         if stage not in (None, worker.pp_rank) or tp_rank not in (None, worker.tp_rank):
             continue
         planes = [(number, plane) for number, group in enumerate(worker.groups) for plane in group.planes]
-        found = [(number, plane) for number, plane in planes if plane.part == part and plane.layers[0].endswith(layers)]
-        group, plane = found[0 if stage is None else -1]
-        layer = 0 if stage is None else len(plane.layers) - 1
+        found = [
+            (number, plane, layer)
+            for number, plane in planes
+            for layer, name in enumerate(plane.layers)
+            if plane.part == part and name.endswith(layers)
+        ]
+        group, plane, layer = found[0 if stage is None else -1]
         kernel_blocks = worker.groups[group].rows(plane) // plane.block_tokens
         first = params["remote_block_ids"][group][-1] * kernel_blocks
         process = server.worker_process(worker.tp_rank, worker.pp_rank)

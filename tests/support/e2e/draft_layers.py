@@ -20,6 +20,7 @@ from tests.support.e2e.architectures import (
     HIDDEN,
     INITIALIZER_RANGE,
     LATENT_RANK,
+    MAX_POSITIONS,
     NOPE_SIZE,
     ROPE_SIZE,
     SHARPNESS,
@@ -47,10 +48,22 @@ _OTHER_LAYERS = 0.15
 _OUTPUTS = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "wo_b.weight")
 
 
+def draft_config(architecture: Name, layers: int) -> dict[str, object]:
+    """What a layer that drafts changes in the configuration of a model with so many layers."""
+    config: dict[str, object] = {"num_nextn_predict_layers": 1}
+    if architecture == "glm5_next":
+        # vllm-ascend 0.30 asks for the number of experts. The pools of a layer that drafts begin a token later than
+        # those of the model, so others would be selected: all are.
+        config |= {"n_routed_experts": 0, "mlp_layer_types": ["dense"] * layers, "index_topk": MAX_POSITIONS}
+    return config
+
+
 def add_draft(weights: Weights, layers: int, architecture: Name) -> None:
     """Add a layer that drafts to a model with so many layers."""
     if architecture == "deepseek_v4":
         _add_v4_draft(weights)
+    elif architecture == "glm5_next":
+        _add_glm5_next_draft(weights, layers)
     else:
         _add_deepseek_draft(weights, layers)
 
@@ -65,6 +78,20 @@ def _add_deepseek_draft(weights: Weights, layers: int, copied: int = 0) -> None:
         "shared_head.head.weight": weights["lm_head.weight"],
     }
     weights |= {f"model.layers.{layers}.{name}": weight.copy() for name, weight in draft.items()}
+
+
+def _add_glm5_next_draft(weights: Weights, layers: int) -> None:
+    """The same of GLM-5.3-Flash: a copy of its first layer with latent vectors, before which others add nothing.
+
+    It has one residual stream; those of the model hardly differ.
+    """
+    for name in weights:
+        if ".hc_" in name and name.endswith("_scale"):
+            weights[name] = weights[name] * _FAINT
+    first = min(int(name.split(".")[2]) for name in weights if name.endswith("kv_a_layernorm.weight"))
+    _add_deepseek_draft(weights, layers, first)
+    for name in [name for name in weights if name.startswith(f"model.layers.{layers}.hc_")]:
+        del weights[name]
 
 
 def _add_v4_draft(weights: Weights) -> None:
@@ -159,7 +186,7 @@ def _emphasise(weights: Weights, first: int = 0) -> Weights:
     for name, weight in weights.items():
         if name.startswith("model.layers.") and not name.startswith(prefix) and name.endswith(_OUTPUTS):
             is_before = int(name.split(".")[2]) < first
-            weights[name] = weight * (_FAINT if is_before else np.float32(_OTHER_LAYERS))
+            weights[name] = weight * np.float32(0 if is_before else _OTHER_LAYERS)
     return {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
 
 

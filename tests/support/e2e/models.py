@@ -29,7 +29,7 @@ from tests.support.e2e.architectures import (
     shared_config,
 )
 from tests.support.e2e.compressed_model import COMPRESSED_MODEL, V41_MODEL
-from tests.support.e2e.draft_layers import EAGLE3, add_draft, add_eagle3_draft
+from tests.support.e2e.draft_layers import EAGLE3, add_draft, add_eagle3_draft, draft_config
 from tests.support.e2e.glm5_next import GLM5_NEXT
 from tests.support.e2e.hybrids import write_hybrid
 
@@ -104,7 +104,7 @@ def write_model(directory: Path, spec: ModelSpec, environment: Mapping[str, str]
         return directory
     architecture = _ARCHITECTURES[spec.architecture]
     config = shared_config(spec.layers, spec.kv_heads) | architecture.config(spec.layers, spec.kv_heads)
-    drafts = {"num_nextn_predict_layers": 1} if spec.drafts == "mtp" else {}
+    drafts = draft_config(spec.architecture, spec.layers) if spec.drafts == "mtp" else {}
     weights = _weights(spec)
     if spec.drafts == "eagle3":
         add_eagle3_draft(directory / EAGLE3, weights, config)
