@@ -62,7 +62,7 @@ setup: $(STAMPS)/installed  ## install everything into .venv
 demo: $(STAMPS)/demo  ## prefill on one vLLM server, decode on another, compare the answers
 	@$(BIN)/python -m examples.quickstart $(ARGS)
 
-check: lint  ## lint, types and the fast tests of the packages: 3 to 5 minutes
+check: lint  ## lint, types and the fast tests of the packages: 2 to 3 minutes
 	@$(call types_and_tests,not e2e and not slow and not thorough,deploy examples pd_proxy versions)
 
 # Four processes, as many tests wait; each with whole files. Not for real servers, which have the machine to themselves.

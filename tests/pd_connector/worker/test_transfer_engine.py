@@ -1,17 +1,22 @@
 """The transfer engine of a worker: its transport, its limits and the address at which peers read."""
 
 import logging
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from pd_connector.config import ConfigError, parse_config
 from pd_connector.stats import StatsRecorder
-from pd_connector.worker import transfer_engine
+from pd_connector.vllm.cache_groups import Ranks
+from pd_connector.worker import transfer_engine, worker
 from pd_connector.worker.worker import ConnectorWorker
-from tests.support.connector.vllm_engine import CACHES, a_config
+from tests.support.connector.vllm_engine import BLOCK_TOKENS, CACHES, LAYERS, a_config
+from tests.support.engine.in_process import InProcessEngine, InProcessFabric
+from tests.support.memory import Memory, out_of_reach
 from transfer import peers
 from transfer.engine.mooncake import MooncakeOptions
 
@@ -140,3 +145,21 @@ def test_peers_on_the_same_host_have_a_second_way_on_cuda_with_a_secret_unless_a
     opened: object = transfer_engine.open_engine(config, is_read=True, has_secret=has_secret)
     assert opened == (("one way", True) if ways == 2 else "one way")
     assert ("which takes a secret (secret_file)" in caplog.text) == (device == "cuda" and has_secret is False)
+
+
+def test_caches_of_an_npu_that_no_socket_can_send_are_refused_over_tcp(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"host": "127.0.0.1", "protocol": "tcp"}
+    side = ConnectorWorker(
+        a_config(model, "kv_producer", **settings), CACHES, parse_config(settings), StatsRecorder(),
+        lambda _: InProcessEngine(InProcessFabric()),
+    )  # fmt: skip
+    shape = (len(LAYERS), 8, 2, BLOCK_TOKENS, 128)
+    memory = Memory(4 * math.prod(shape))
+    caches = dict(zip(LAYERS, torch.from_numpy(memory.view).view(torch.float32).view(shape), strict=True))
+    monkeypatch.setattr(worker, "worker_ranks", lambda: Ranks(0, 1, 0, 1))
+    monkeypatch.setattr(transfer_engine, "device_type", lambda: "npu")
+    with out_of_reach(memory.region), pytest.raises(ConfigError, match=r"^protocol = 'tcp': .*leave protocol out on"):
+        side.register_caches(caches)
+    side.shutdown()

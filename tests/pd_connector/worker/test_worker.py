@@ -31,7 +31,6 @@ from pd_connector.worker.worker import ConnectorWorker
 from pd_connector.worker.worker_role import PartEnd, WorkerRole
 from tests.support.connector.vllm_engine import BLOCK_TOKENS, CACHES, LAYERS, a_config
 from tests.support.engine.in_process import InProcessEngine, InProcessFabric
-from tests.support.memory import Memory, out_of_reach
 from transfer.engine.interface import EngineStartError
 
 Calls = list[tuple[str, str]]
@@ -263,17 +262,6 @@ def test_a_transport_that_cannot_use_host_memory_is_refused(worker_of: Open, kv_
         worker.side.register_caches({name: torch.zeros(8, 2, BLOCK_TOKENS, 128) for name in LAYERS})
 
 
-def test_caches_of_an_npu_that_no_socket_can_send_are_refused_over_tcp(
-    worker_of: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    memory = Memory(len(LAYERS) * 8 * 2 * BLOCK_TOKENS * 128 * 4)
-    whole = torch.from_numpy(memory.view).view(torch.float32).view(len(LAYERS), 8, 2, BLOCK_TOKENS, 128)
-    caches = dict(zip(LAYERS, whole, strict=True))
-    monkeypatch.setattr("pd_connector.worker.transfer_engine.device_type", lambda: "npu")
-    with out_of_reach(memory.region), pytest.raises(ConfigError, match=r"^protocol = 'tcp': .*leave protocol out on"):
-        worker_of("kv_producer").side.register_caches(caches)
-
-
 @pytest.mark.parametrize(
     ("kv_role", "settings"),
     [
@@ -368,14 +356,6 @@ def test_a_layers_first_step_leaves_the_scales_that_were_brought_before_it(worke
     assert torch.equal(caches["l0"], brought)
     assert impl._k_scale_cache is not None
     assert impl._k_scale_cache.shape == (8, BLOCK_TOKENS // 2, 2)
-
-
-def test_a_role_that_does_nothing_holds_nobody_up() -> None:
-    role = WorkerRole()
-    role.close()
-    role.join()
-    role.check_integrity()
-    assert (role.execute(Orders()), role.take_ends(), bool(role.take_report())) == ((), (), False)
 
 
 # What requests wait for

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pd_connector.orders import Destinations
-from pd_connector.worker.worker_role import Arrivals, FailedBlocks
+from pd_connector.orders import Destinations, Orders
+from pd_connector.worker.worker_role import Arrivals, FailedBlocks, WorkerRole
 
 IDS = st.sampled_from("abc")
 EVENTS = st.one_of(
@@ -122,3 +122,11 @@ def test_destinations_are_kept_no_longer_than_a_request_waits() -> None:
         failures.settle({"a"}, failed)
     assert failures.take_blocks() == {5}
     assert not failures._destinations
+
+
+def test_a_role_that_does_nothing_holds_nobody_up() -> None:
+    role = WorkerRole()
+    role.close()
+    role.join()
+    role.check_integrity()
+    assert (role.execute(Orders()), role.take_ends(), bool(role.take_report())) == ((), (), False)

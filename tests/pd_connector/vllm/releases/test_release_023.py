@@ -214,6 +214,7 @@ def test_a_device_whose_caches_are_not_known_is_refused_at_start(
     monkeypatch.setattr(vllm.platforms, "current_platform", SimpleNamespace(device_type=device))
     config: Any = SimpleNamespace(
         model_config=SimpleNamespace(enable_sleep_mode=False),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
         parallel_config=SimpleNamespace(distributed_executor_backend="mp", use_ray=False),
     )
     if not refused:
