@@ -163,8 +163,9 @@ def _status(answer: Answer, first: bytes) -> int:
     if answer.status != HTTPStatus.OK or not first.startswith(FAILED):
         return answer.status
     try:
-        return int(json.loads(first.partition(b"data: ")[2].partition(b"\n\n")[0])["error"]["code"])
-    except (ValueError, KeyError, TypeError, OverflowError):
+        error = json.loads(first.partition(b"data: ")[2].partition(b"\n\n")[0])["error"]
+        return FULL.value if error.get("type") == "overloaded_error" else int(error["code"])
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return HTTPStatus.INTERNAL_SERVER_ERROR
 
 

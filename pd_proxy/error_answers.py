@@ -15,7 +15,7 @@ EVENT_END = b"\n\n"
 COMMENT = b":"
 #: Beginnings of the events with which vLLM ends a stream that it could not compute.
 FAILED = (b"event: error\n", b"event: response.failed\n", b'data: {"error"')
-#: Of a server that takes no more requests for now: it has not looked at this one, and its connector was not asked.
+#: Of a server that takes no requests for now, or no more: it computes nothing of this one.
 FULL = HTTPStatus.SERVICE_UNAVAILABLE
 
 

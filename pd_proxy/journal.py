@@ -51,7 +51,7 @@ class Record:
         self.prefill_at: float | None = None  # when the prefill leg began, the last one if there were several
         self.decode_at: float | None = None
         self.prefill_s: float | None = None  # prefill leg, from its start to its whole answer
-        self.first_byte_s: float | None = None  # decode leg, from its start to the first byte of the answer's body
+        self.first_byte_s: float | None = None  # decode leg, from its start to the first byte behind how answers begin
         self.problem = ""  # what went wrong, for people
         self.cause = ""  # the same in a sentence, without anything that a server or a client wrote
         self.broken_off = False  # the client got the beginning of an answer only

@@ -49,6 +49,7 @@ from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.block_hashes import BlockHashes
 from pd_connector.vllm.block_pools import Leased
 from pd_connector.vllm.cache_groups import retentions
+from pd_connector.vllm.callers import callers
 from pd_connector.vllm.device_blocks import DeviceBlocks
 from pd_connector.vllm.engine_config import (
     EngineRole,
@@ -118,6 +119,7 @@ class ConnectorScheduler:
         self._prompt_slots: PromptSlots | None = None  # the same
         self._early: dict[str, Request] = {}  # requests that came before all workers were known
         self._passed_over = ""  # the request of which vLLM has looked nothing up
+        self._has_siblings = False
         self._destinations: list[Destinations] = []  # for the next step, if vLLM is told of failures by block ids
         self._model_changes = 0  # since the last step
         self._asked_handshakes = 0  # the same
@@ -173,6 +175,8 @@ class ConnectorScheduler:
         forgets = any(kept.window or kept.chunk or kept.states for kept in self._retentions)
         leasing = next((role for role in self._roles if isinstance(role, Producer) and forgets), None)
         to_pull = None if leasing is None else leasing.tokens_to_pull
+        # They are asked about a request, too, and would look for what the device has.
+        self._has_siblings = any(type(each).__name__.endswith("MultiConnector") for each in callers())
         self._blocks.bind(
             kv_cache_manager, self._release_device_blocks, to_pull, self._device_was_reset, self._is_passed_over
         )
@@ -184,7 +188,8 @@ class ConnectorScheduler:
 
     def _is_passed_over(self, request: "Request") -> bool:
         """Return whether a request will be told to wait; the news of the next moment count in the next step."""
-        is_quiet = self._consumer is not None and self._consumer.waits_for_news(request)
+        consumer = None if self._has_siblings else self._consumer
+        is_quiet = consumer is not None and consumer.waits_for_news(request)
         self._passed_over = request.request_id if is_quiet else ""
         return is_quiet
 

@@ -51,8 +51,8 @@ class DeviceBlocks:
         its connector of the end, it frees what a window or chunk has passed after the whole prompt. Whoever pulls
         computes the last token of it, which may see a block more.
 
-        ``waits`` returns whether a request will be told to wait. Nothing is looked up for it: vLLM looks a request's
-        whole prefix up before it asks its connector, in every step.
+        ``waits`` returns whether a request will be told to wait. vLLM's own scheduler then looks
+        nothing up for it; it would look up the whole prefix before it asks its connector, in every step.
 
         Blocks of a request that is preempted before a step has filled them are not found any more.
         """

@@ -22,8 +22,9 @@ from transfer.engine.interface import Link
 logger = logging.getLogger(__name__)
 
 #: How long a read may take to settle. What keeps one in flight are calls to a peer that does not answer, which are
-#: interrupted every second, retries (10 s on RDMA) and Ascend's timeouts (60 s with its retry): half of this.
-MAX_AGE_S = 120.0
+#: interrupted every second, retries (10 s on RDMA), and on Ascend two tries of two calls to each rank: one link at a
+#: time is made for all of them, in 33 s if that fails. So this is enough for some four ranks that cannot be reached.
+MAX_AGE_S = 300.0
 
 
 _Kept = TypeVar("_Kept")

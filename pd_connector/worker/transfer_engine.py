@@ -1,6 +1,7 @@
 """The transfer engine of a worker, as the settings ask for it."""
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from pd_connector.vllm.npu.lent_engine import LendEngine, lent_engine
 from pd_connector.vllm.platform import default_protocol, device_type, host_address
 from pd_connector.worker.device_memory import DeviceIdentityMemory
 from pd_connector.worker.same_host import with_second_way
+from transfer.engine.ascend_environment import ascend_settings
 from transfer.engine.interface import TransferEngine
 from transfer.engine.mooncake import IDENTITY_BYTES, MooncakeEngine, MooncakeOptions
 from transfer.engine.rdma import has_rdma_device
@@ -100,6 +102,7 @@ def lender(config: ConnectorConfig) -> LendEngine | None:
 
     Raises:
         ConfigError: peers would know the engine by another address than that of the setting.
+        EngineStartError: a variable of HCCL's that is no number.
     """
     lend = lent_engine() if transport(config) == "ascend" else None
     if lend is not None and config.host not in (None, host_address()):
@@ -107,6 +110,9 @@ def lender(config: ConnectorConfig) -> LendEngine | None:
             f"host = {config.host!r}: the transfer engine is shared with {ASCEND_STORE}, which starts it at "
             f"{host_address()} (VLLM_HOST_IP, or that of the default route); leave host unset, and set VLLM_HOST_IP"
         )
+    if lend is not None:  # its lender starts it before caches are registered
+        for name, value in ascend_settings(os.environ, ENGINE_LIMITS.handshake_timeout_s).items():
+            os.environ.setdefault(name, value)
     return lend
 
 
@@ -156,6 +162,8 @@ def open_engine(
             "read over tcp, which is slower, and peers must use tcp, too. Pass the devices into the container "
             "(/dev/infiniband), or set protocol to 'tcp' on prefill and decode engines to silence this"
         )
+    if lend is not None and qos is not None:
+        logger.warning("PDConnector: qos_priority has no effect: the transfer engine is that of %s", ASCEND_STORE)
     options = MooncakeOptions(
         host=_own_host(config) if is_read else config.host or host_address(),
         protocol=protocol,

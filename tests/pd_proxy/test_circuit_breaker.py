@@ -140,6 +140,21 @@ def test_a_server_that_is_full_is_put_down_to_nothing(
     assert "both legs at once" not in caplog.text
 
 
+def test_nor_is_one_that_says_so_in_a_stream_of_messages(
+    proxy: Proxy, d: FakeServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such a stream has names of errors, and no codes."""
+    asked = {"max_tokens": 5, "messages": [{"role": "user", "content": "a"}], "stream": True}
+    full = b'event: error\ndata: {"type":"error","error":{"type":"overloaded_error","message":"paused"}}\n\n'
+    assert proxy.complete().status_code == 200
+    for _ in range(3):
+        d.script = answers(200, full, content_type="text/event-stream")
+        assert b"overloaded_error" in proxy.http.post("/v1/messages", json=asked).content
+        d.script = decodes
+        assert proxy.complete().status_code == 200
+    assert "both legs at once" not in caplog.text
+
+
 @pytest.mark.parametrize(
     ("reason", "in_turn"), [("length", [0, 5]), ("error", [0, 2, 4, 5])], ids=["unwanted", "for another reason"]
 )

@@ -1,10 +1,13 @@
 """What Mooncake's transport for Ascend, and CANN's HIXL below it, read from the environment. Read off their sources."""
 
 import json
+import logging
 import math
 from collections.abc import Mapping, MutableMapping
 
 from transfer.engine.interface import EngineStartError
+
+logger = logging.getLogger(__name__)
 
 #: Bounds a read (ms), and the making of a link, which HIXL does within the first read of a peer. One link at a time.
 TRANSFER_TIMEOUT = "ASCEND_TRANSFER_TIMEOUT"
@@ -20,7 +23,7 @@ def ascend_settings(environment: Mapping[str, str], connect_timeout_s: float) ->
     return {
         "ASCEND_CONNECT_TIMEOUT": str(math.ceil(1000 * connect_timeout_s)),  # for ending a link
         TRANSFER_TIMEOUT: str(_retransmission_ms(environment) + 3000),
-        # The most. A job to a peer that has died holds a thread until the timeout above.
+        # The most. A job to a peer that has died holds a thread for two tries, each as long as the timeout above.
         "ASCEND_THREAD_POOL_SIZE": "16",
     }
 
@@ -32,7 +35,7 @@ def link_s(environment: Mapping[str, str]) -> float:
 
 
 def set_qos(environment: MutableMapping[str, str], qos: int) -> None:
-    """Add the class of traffic to CANN's resources, unless the user has, as vllm-ascend's connectors do.
+    """Set the class of traffic in CANN's resources, as vllm-ascend's connectors do.
 
     Raises:
         EngineStartError: the user's resources are not a JSON object.
@@ -44,8 +47,9 @@ def set_qos(environment: MutableMapping[str, str], qos: int) -> None:
         resources = None
     if not isinstance(resources, dict):
         raise EngineStartError(f"{_RESOURCES} is {text!r}, which must be a JSON object: qos_priority is added to it")
-    if _QOS not in resources:
-        environment[_RESOURCES] = json.dumps(resources | {_QOS: qos})
+    if (before := resources.get(_QOS, qos)) != qos:
+        logger.warning("%s has %r for %s, and qos_priority is %d, which counts", _RESOURCES, before, _QOS, qos)
+    environment[_RESOURCES] = json.dumps(resources | {_QOS: qos})
 
 
 def _retransmission_ms(environment: Mapping[str, str]) -> int:

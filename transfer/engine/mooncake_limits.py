@@ -55,7 +55,7 @@ LIMITS = {
     "rdma": Limits(256, 2048, 2e-3, 65536, 50e-6, 200e-6, 16 << 20),
     # A call is one job of a pool of 16 threads (ASCEND_THREAD_POOL_SIZE), issued in batches of 256, and only one job
     # runs for a peer at a time: long calls, and two of them, so that the next is ready. More would only hold threads
-    # that other peers need: a job to a peer that has died lasts until ASCEND_TRANSFER_TIMEOUT, and nothing ends it.
+    # that other peers need: a job to a peer that has died lasts for two ASCEND_TRANSFER_TIMEOUTs, and nothing ends it.
     # Each call lasts for two sleeps: 4 ms in flight. A piece is shorter than a call, so that two fit.
     # CANN (HIXL) says that over HCCS, connections may fail unless memory is aligned to pages of 2 MiB. vllm-ascend's
     # own connectors register no more than 256 regions.

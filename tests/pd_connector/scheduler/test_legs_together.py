@@ -266,6 +266,22 @@ def test_nothing_is_looked_up_for_prompts_with_which_the_prefill_engine_has_yet_
     assert decode.counts["pulled"] == 5
 
 
+def test_beside_other_connectors_everything_is_looked_up(world: World) -> None:
+    """They are asked about the request as well, and would look for what the device has."""
+
+    class MultiConnector:
+        def bind(self) -> None:
+            decode.side.bind_cache_manager(decode.scheduler.kv_cache_manager)
+
+    prefill, decode = a_pair(world)
+    MultiConnector().bind()
+    decode.ask_by_name(legs(0, 200, decode)[1], prefill)
+    coordinator = decode.scheduler.kv_cache_manager.coordinator
+    with patch.object(coordinator, "find_longest_cache_hit", wraps=coordinator.find_longest_cache_hit) as looked_up:
+        world.step()
+    assert looked_up.call_count == 1
+
+
 def test_a_request_of_which_nothing_was_looked_up_waits_once(world: World) -> None:
     """Some schedulers look blocks up in ways of their own, so that the note of the last time would stay."""
     _, decode = a_pair(world)

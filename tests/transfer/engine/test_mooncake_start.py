@@ -166,7 +166,7 @@ def test_a_number_of_hccl_that_is_none_is_refused() -> None:
         (None, {"comm_resource_config.qos": 3}),
         ("", {"comm_resource_config.qos": 3}),
         ('{"store": 1}', {"store": 1, "comm_resource_config.qos": 3}),
-        ('{"comm_resource_config.qos": 0}', {"comm_resource_config.qos": 0}),
+        ('{"comm_resource_config.qos": 0}', {"comm_resource_config.qos": 3}),
     ],
 )
 def test_a_class_of_traffic_is_added_to_the_users_resources(given: str | None, found: dict[str, int]) -> None:

@@ -3,6 +3,7 @@
 With a stand-in for vllm-ascend's module; ``tests/ascend_sim`` has the real one, with Mooncake's wheel for NPUs.
 """
 
+import os
 import sys
 from types import SimpleNamespace
 
@@ -39,6 +40,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> GlobalTE:
     monkeypatch.setitem(sys.modules, LENDER, lender)
     monkeypatch.setattr(sys.modules[LENDER.rsplit(".", 1)[0]], "mooncake_transfer_engine", lender, raising=False)
     monkeypatch.setattr(module, "has_ascend_store", lambda: True)
+    monkeypatch.setattr(os, "environ", {"ASCEND_CONNECT_TIMEOUT": "7"})
     monkeypatch.setattr(transfer_engine, "host_address", lambda: "10.0.0.1")
     return kept
 
@@ -50,6 +52,8 @@ def test_the_engine_is_lent_and_all_memory_is_ours_to_register(process: GlobalTE
     assert lend is not None
     assert lend("10.0.0.1") == "the engine"
     assert process.hosts == ["10.0.0.1"]
+    assert os.environ["ASCEND_CONNECT_TIMEOUT"] == "7"
+    assert int(os.environ["ASCEND_TRANSFER_TIMEOUT"]) > 30_000, "set before the lender starts it"
 
 
 def test_another_transport_leaves_it_alone(process: GlobalTE) -> None:
