@@ -351,7 +351,7 @@ def test_a_canary_that_does_not_settle_may_hold_all_scratch_memory_for_as_long_a
     clock.advance(quarantine.MAX_AGE_S)
     assert not role._pulls.take_ends()
     clock.advance(1.0)
-    with pytest.raises(UnsettledReadError, match="have not settled for 121 s"):
+    with pytest.raises(UnsettledReadError, match="have not settled for 301 s"):
         role._pulls.take_ends()
     role.close()
     role.join()
