@@ -108,6 +108,11 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._worker_side is not None, "called on the scheduler side"
         return self._worker_side
 
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        """Whether vLLM is to ask for what lies behind keys of which it lacks a state, where it lacks one."""
+        return self._scheduler_side is not None and self._scheduler_side.finds_longer_hits
+
     def shutdown(self) -> None:
         """Stop all transfers and threads of this process."""
         for side in (self._scheduler_side, self._worker_side):

@@ -181,17 +181,25 @@ class ConnectorScheduler:
             kv_cache_manager, self._release_device_blocks, to_pull, self._device_was_reset, self._is_passed_over
         )
         check_cache_manager(self._vllm_config, self._blocks, self._retentions)
+        if self._states:
+            pulls = self._consumer if self.finds_longer_hits else None
+            self._blocks.find_longer_hits(pulls.longer_hits.is_pulled if pulls is not None else lambda _: False)
         if self._config.serve_prefixes and not self._unshared:
             say_if_prompts_only(self._blocks.retention_interval, self._retentions)
         self._engine.find()
         watch_model(self.model_changed, self._prompts.loaded)
 
-    def _is_passed_over(self, request: "Request") -> bool:
-        """Return whether a request will be told to wait; the news of the next moment count in the next step."""
-        consumer = None if self._has_siblings else self._consumer
-        is_quiet = consumer is not None and consumer.waits_for_news(request)
-        self._passed_over = request.request_id if is_quiet else ""
-        return is_quiet
+    @property
+    def finds_longer_hits(self) -> bool:
+        """Whether vLLM is to find keys behind the last state of a request that is pulled.
+
+        Not beside host memory and peers, whose prefixes go on from a state, nor with windows or keys in several cache
+        groups, of which vLLM would take what each has: what lies between that and the pull would be missing.
+        """
+        keys = [kept for kept in self._retentions if not kept.states]
+        is_plain = len(keys) == 1 and not (keys[0].window or keys[0].chunk)
+        others_bring = self._config.cpu_bytes_to_use > 0 or self._config.peers is not None
+        return self._consumer is not None and bool(self._states) and is_plain and not others_bring
 
     def set_workers(self, handshakes: Mapping[WorkerRanks, WorkerHandshake]) -> None:
         """Take the workers' handshakes that vLLM passes on: at start, and when the engine wakes from sleep.

@@ -51,7 +51,8 @@ class BorderStates:
         """Return after how many tokens the states are to be pulled beside those of a request that pulls ``tokens``.
 
         Args:
-            tokens: all of the prompt but the last, from the first that is not here.
+            tokens: all of the prompt but the last, from the first that is not here. The state before that may not be
+                here either (see ``longer_hits``).
             held: after how many tokens the prefill engine has all states; None if that is not known yet.
         """
         sizes = {kept.block_tokens for kept in self._groups.values() if kept.block_tokens <= tokens.stop}
@@ -65,7 +66,7 @@ class BorderStates:
                 max((border for border in held if border <= end and not border % unit), default=0)
                 for end in (reach, tokens.stop)
             }
-        return tuple(sorted(border for border in chosen if border > tokens.start))
+        return tuple(sorted(border for border in chosen if border >= max(tokens.start, 1)))
 
     def add(self, request: "Request", block_ids: BlockTables, borders: Sequence[int]) -> BlockTables:
         """Return the block tables of a request that is to be pulled, with blocks for its states at ``borders``.

@@ -176,6 +176,10 @@ class Canaries(SchedulerRole):
             f"has become of {name} is in this log",
         )
 
+    def is_proven(self, request: "Request", remote: RemotePrefill) -> bool:
+        """Return whether the prefill engine that holds a request's prompt is proven. The request waits for nothing."""
+        return not self.tries or self._standing(_key(request, remote), self._clock()) is Standing.PROVEN
+
     def begin(
         self,
         request: "Request",

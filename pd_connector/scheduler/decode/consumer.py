@@ -56,6 +56,7 @@ from pd_connector.scheduler.decode.legs import (
     Waiting,
     lease,
 )
+from pd_connector.scheduler.decode.longer_hits import LongerHits
 from pd_connector.scheduler.decode.needed_blocks import NeededBlocks
 from pd_connector.scheduler.decode.pulls_ahead import PullsAhead
 from pd_connector.scheduler.decode.renewals import Renewals
@@ -110,6 +111,7 @@ class Consumer(SchedulerRole):
         self._subscriptions = subscriptions
         self._ahead = ahead
         self._legs = Legs()
+        self.longer_hits = LongerHits(self._legs, subscriptions, self._canaries)
         self._used = SingleUse()  # by the legs that are announced, wait, pull or prove, except followers
         self._pulls: list[PullOrder] = []
         self._refusals: list[RefuseOrder] = []

@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 
 from tests.support.releases import INSTALLED
 from tests.support.simulation.state_groups import CHECKPOINTS, DRAFTS, StateMode
-from tests.support.simulation.vllm_schedulers import ClientRequest, EngineSim, World
+from tests.support.simulation.vllm_schedulers import OUTPUT_TOKEN, ClientRequest, EngineSim, World
 
 pytestmark = pytest.mark.thorough
 
@@ -49,6 +49,7 @@ class Deployment(RuleBasedStateMachine):
     with_host_memory: ClassVar[bool] = False
     states: ClassVar[StateMode] = ""
     stated: ClassVar[Mapping[str, int]] = {}  # of the states, beside
+    keeps_all: ClassVar[bool] = True  # states at borders; by default, vLLM keeps the last one of a prompt
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,6 +82,8 @@ class Deployment(RuleBasedStateMachine):
                     **changes,
                 )
             )  # fmt: skip
+            if not self.keeps_all:
+                self.engines[-1].scheduler.kv_cache_manager.coordinator.retention_interval = 0
 
     def _pick(self, things: list[_T], which: int) -> _T:
         return things[which % len(things)]
@@ -227,6 +230,26 @@ class DeploymentWithBorderStatesInHostMemory(DeploymentWithBorderStates):
     with_host_memory = True
 
 
+class DeploymentWithStatesOfPrompts(DeploymentWithBorderStates):
+    """And finds keys behind the last one of them, for prompts that are pulled."""
+
+    keeps_all = False
+
+    @rule(asked=WHICH, which=WHICH, answer=st.integers(1, 40), tokens=st.integers(1, 20), at_once=st.booleans())
+    def a_conversation_goes_on(self, asked: int, which: int, answer: int, tokens: int, at_once: bool) -> None:
+        """Perhaps with what another engine has answered."""
+        ended = [each for each in self.all_asked if each.ended == "finished" and len(each.tokens) < 250]
+        if not ended:
+            return
+        before, decode, prefill = self._pick(ended, asked), self._pick(self.consumers, which), self.producers[0]
+        turn = self._new(tokens, answer, None if at_once else decode)
+        turn.tokens[:0] = [*before.tokens, *[OUTPUT_TOKEN] * before.outputs]
+        if at_once:
+            decode.ask_by_name(turn, prefill)
+            turn = ClientRequest(turn.name, turn.tokens, answer, decode, transfer_id=turn.name)
+        prefill.ask(turn)
+
+
 class DeploymentWithStatesOfDrafts(DeploymentWithStates):
     """A model with states that drafts a token, for which vLLM takes a block more of each group."""
 
@@ -252,6 +275,7 @@ if INSTALLED >= (0, 30):  # states of recurrent layers
         DeploymentWithStates: 7,
         DeploymentWithBorderStates: 9,
         DeploymentWithBorderStatesInHostMemory: 7,
+        DeploymentWithStatesOfPrompts: 9,
         DeploymentWithStatesOfDrafts: 5,
     }
 if INSTALLED >= (0, 32):

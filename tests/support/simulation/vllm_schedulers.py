@@ -459,7 +459,7 @@ class EngineSim:
             if not pull.has_succeeded:
                 self.counts["pulls failed"] += 1
                 continue
-            self.counts["pulled"] += 1
+            self.counts.update({"pulled": 1, "tokens pulled": pull.order.end_token - pull.order.first_token})
             if pull.lacking_states:
                 self.counts["lacked states"] += 1
             if pull.was_ahead:
