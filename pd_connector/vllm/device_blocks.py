@@ -94,23 +94,8 @@ class DeviceBlocks:
         kv_cache_manager.get_computed_blocks = look_up_unless_it_waits
 
     def find_longer_hits(self, is_pulled: "Callable[[Request], bool]") -> None:
-        """Have vLLM find the keys of a request behind the last state, if what lies behind these ``is_pulled``.
-
-        At least a token is left for that: of nothing, vLLM asks nobody for a state. Of other requests, vLLM finds what
-        ends with a state, also if it has not asked its connector: vllm-ascend's dynamic load balancing does not.
-        """
-        manager = self.manager
-        find, find_with_state = manager.get_computed_blocks_for_connector, manager.get_computed_blocks
-
-        def find_if_pulled(request: "Request", *limits: Any) -> tuple[Any, ...]:
-            if is_pulled(request):
-                hit: tuple[Any, ...] = find(request, *limits)
-                _, tokens, _, lacks_state = hit
-                if not lacks_state or tokens < request.num_prompt_tokens - 1:
-                    return hit
-            return *find_with_state(request, *limits), False
-
-        manager.get_computed_blocks_for_connector = find_if_pulled
+        """Have vLLM find keys behind the last state of a request's prompt if what lies behind them ``is_pulled``."""
+        current().find_longer_hits(self.manager, is_pulled)
 
     def _forget_behind(self, request_id: str, tokens: int) -> None:
         named_tokens = current().named_tokens  # of a block that is not full, too

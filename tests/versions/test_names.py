@@ -22,7 +22,10 @@ AGAIN = "names.json does not tell of {}: make it again, see tests/support/vllm_n
 #: Methods of the connector that a release does not call: what they are for, it does not do.
 _SLEEP = {"supports_sleep_mode", "unregister_kv_caches", "restore_kv_caches"}
 _BEFORE_032 = {"get_external_cache_hit_sources", "get_loaded_kv_cache_group_ids"}
-_BEFORE_030 = {"bind_kv_cache_manager", "get_transfer_results", "has_pending_block_frees", "has_pending_push_work"}
+_BEFORE_030 = {
+    "bind_kv_cache_manager", "get_transfer_results", "has_pending_block_frees", "has_pending_push_work",
+    "supports_divergent_local_hybrid_hits",
+}  # fmt: skip
 NOT_CALLED = {
     "0.23": _SLEEP | _BEFORE_032 | _BEFORE_030,
     "0.30": _SLEEP | _BEFORE_032,

@@ -51,8 +51,7 @@ class BorderStates:
         """Return after how many tokens the states are to be pulled beside those of a request that pulls ``tokens``.
 
         Args:
-            tokens: all of the prompt but the last, from the first that is not here. The state before that may not be
-                here either (see ``longer_hits``).
+            tokens: all of the prompt but the last, from the last state on that is here.
             held: after how many tokens the prefill engine has all states; None if that is not known yet.
         """
         sizes = {kept.block_tokens for kept in self._groups.values() if kept.block_tokens <= tokens.stop}
@@ -66,7 +65,16 @@ class BorderStates:
                 max((border for border in held if border <= end and not border % unit), default=0)
                 for end in (reach, tokens.stop)
             }
-        return tuple(sorted(border for border in chosen if border >= max(tokens.start, 1)))
+        return tuple(sorted(border for border in chosen if border > tokens.start))
+
+    def from_state(self, request: "Request", tokens: range) -> range:
+        """Return the ``tokens`` that a request pulls, with those before them of which no state is here."""
+        sizes = {group: kept.block_tokens for group, kept in self._groups.items() if kept.block_tokens <= tokens.stop}
+        unit = lcm(*sizes.values())
+        for border in range(tokens.start // unit * unit, 0, -unit):
+            if all(self._blocks.found_state(request, group, border // size - 1, size) for group, size in sizes.items()):
+                return range(border, tokens.stop)
+        return range(tokens.stop)
 
     def add(self, request: "Request", block_ids: BlockTables, borders: Sequence[int]) -> BlockTables:
         """Return the block tables of a request that is to be pulled, with blocks for its states at ``borders``.

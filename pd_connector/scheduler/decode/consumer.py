@@ -441,7 +441,8 @@ class Consumer(SchedulerRole):
             return
         assert isinstance(entry, RemotePrefill)
         self._renewals.start_reading(request_id)
-        block_ids = self._borders.add(request, block_ids, self.borders(None if transfer_id else entry, tokens))
+        behind = self._borders.from_state(request, tokens)
+        block_ids = self._borders.add(request, block_ids, self.borders(None if transfer_id else entry, behind))
         order = PullOrder(
             request_id, entry, block_ids, tokens.start, tokens.stop, uuid.uuid4().hex, transfer_id, complete_tokens,
             traceparent(request),

@@ -186,7 +186,6 @@ class Landings(SchedulerRole):
         return [
             (group, entry)
             for border in self._consumer.borders(remote, tokens)
-            if border > tokens.start  # before that, what is here ends with a state
             for group, (kept, (numbers, _)) in enumerate(zip(self._demand.groups, tables, strict=True))
             if kept.states and (entry := border // kept.block_tokens - 1) >= 0 and entry not in numbers
         ]

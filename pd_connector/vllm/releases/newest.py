@@ -3,7 +3,7 @@
 vLLM's names are imported where they are used, because other releases may not have them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -176,6 +176,24 @@ class VllmRelease:
         """Return the blocks of each cache group that hold a prefix of at most ``longest`` tokens, and its length."""
         groups, tokens, _ = coordinator.find_longest_cache_hit(hashes, longest)
         return tuple(groups), int(tokens)
+
+    def find_longer_hits(self, manager: "KVCacheManager", is_pulled: "Callable[[Request], bool]") -> None:
+        """Have vLLM find the keys of a request behind the last state, if what lies behind these ``is_pulled``.
+
+        At least a token is left for that: of nothing, vLLM asks nobody for a state. Of other requests, vLLM finds what
+        ends with a state, also if it has not asked its connector: vllm-ascend's dynamic load balancing does not.
+        """
+        find, find_with_state = manager.get_computed_blocks_for_connector, manager.get_computed_blocks
+
+        def find_if_pulled(request: "Request", *limits: Any) -> tuple[Any, ...]:
+            if is_pulled(request):
+                hit: tuple[Any, ...] = find(request, *limits)
+                _, tokens, _, lacks_state = hit
+                if not lacks_state or tokens < request.num_prompt_tokens - 1:
+                    return hit
+            return *find_with_state(request, *limits), False
+
+        manager.get_computed_blocks_for_connector = find_if_pulled
 
     def free_queue_cursor(self, pool: "BlockPool", depth: int) -> "FreeQueueCursor":
         """Return a cursor over the first ``depth`` free blocks of ``pool``."""

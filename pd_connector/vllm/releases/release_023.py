@@ -61,6 +61,9 @@ class Release023(Release030):
         """Return None: only full blocks have keys, and ``names_parts`` is False."""
         return None
 
+    def find_longer_hits(self, manager: "KVCacheManager", is_pulled: "Callable[[Request], bool]") -> None:
+        """Do nothing: no states are served."""
+
     def hook(self) -> None:
         """Add to vLLM's scheduler classes what the connector needs, and they lack. Idempotent."""
         from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator  # noqa: PLC0415

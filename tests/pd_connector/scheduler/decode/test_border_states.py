@@ -119,6 +119,19 @@ def test_the_next_turn_finds_the_prompt_up_to_the_state_that_was_pulled(drafts: 
         assert engine.found(next_turn) >= (tokens - dropped) // BLOCK * BLOCK, f"after an answer of {answer} tokens"
 
 
+@pytest.mark.parametrize(("first", "state"), [(20, 20), (28, 20), (16, 0)])
+def test_behind_keys_the_state_of_a_border_is_pulled_that_comes_after_the_last_one_here(first: int, state: int) -> None:
+    engine = StateEngine()
+    engine.manager.coordinator.retention_interval = 0
+    before, request = engine.request("before", TOKENS), engine.request("r", 2 * TOKENS)
+    engine.compute(before)
+    borders = BorderStates(engine.blocks, engine.retentions)
+    tokens = borders.from_state(request, range(first, 2 * TOKENS - 1))
+    assert tokens == range(state, 2 * TOKENS - 1)
+    assert borders.choose(tokens, {16, 24}) == (24,)
+    assert borders.choose(tokens, {16}) == (() if state else (16,))
+
+
 @pytest.mark.parametrize(
     ("drafts", "held", "first", "chosen"),
     [
