@@ -141,6 +141,22 @@ class TestBordersOfMamba2:
     def test_the_next_turn_pulls_only_what_is_new(self, pair: Pair) -> None:
         pair.assert_next_turn_pulls_the_rest(make_prompt(10 * GRANITE_BLOCK, (pair.name, "turns")), 700, GRANITE_BLOCK)
 
+    @pytest.mark.parametrize("asked", [5, 90], ids=["within a block", "over a border"])
+    def test_the_next_turn_pulls_no_keys_that_were_decoded(self, pair: Pair, asked: int) -> None:
+        """Though D keeps no states of its answers. The one after it finds the state of this one's last border."""
+        prompt = make_prompt(5 * GRANITE_BLOCK + 20, (pair.name, "answer", asked))
+        said = pair.disaggregate(prompt, GRANITE_BLOCK + 20)
+        turn = [*prompt, *said.tokens, *make_prompt(asked, (pair.name, "question", asked))]
+        known = (len(prompt) + len(said.tokens) - 1) // GRANITE_BLOCK * GRANITE_BLOCK
+        with pair.traffic() as traffic:
+            completion = pair.disaggregate(turn)
+        assert traffic.source("local_cache_hit") == known
+        assert traffic.source("external_kv_transfer") == len(turn) - 1 - known
+        pair.assert_right(completion, turn)
+        with pair.traffic() as traffic:
+            pair.decode.client.complete([*turn, *make_prompt(200, (pair.name, "alone", asked))])
+        assert traffic.source("local_cache_hit") == (len(turn) - 1) // GRANITE_BLOCK * GRANITE_BLOCK
+
     def test_both_legs_at_once_behind_a_prefix(self, pair: Pair) -> None:
         turn, router = make_prompt(10 * GRANITE_BLOCK, (pair.name, "legs")), Router(pair)
         router.assert_right(turn[:500], decode_first_s=0.3)
@@ -194,10 +210,14 @@ class TestUnequalBlocks:
         known = max(common, 1280)
         pair.assert_next_turn_pulls_the_rest(make_prompt(known + 300, (pair.name, "turns")), known + 20, common)
 
-    def test_without_such_a_border_the_next_turn_pulls_all(self, pair: Pair, common: int) -> None:
-        turn = make_prompt(600, (pair.name, "no border"))
-        pair.disaggregate(turn[:300])
-        pair.assert_pulls_right(turn)
+    def test_without_such_a_border_the_next_turn_pulls_what_lies_behind_the_keys(self, pair: Pair, common: int) -> None:
+        turn = make_prompt(900, (pair.name, "no border"))
+        pair.disaggregate(turn[:310])
+        known = 310 // pair.decode.spec.block_size * pair.decode.spec.block_size
+        with pair.traffic() as traffic:
+            completion = pair.disaggregate(turn)
+        assert traffic.source("external_kv_transfer") == len(turn) - 1 - known
+        pair.assert_right(completion, turn)
 
     def test_both_legs_at_once(self, pair: Pair, common: int) -> None:
         Router(pair).assert_right(make_prompt(1500, (pair.name, "legs")), decode_first_s=0.3)

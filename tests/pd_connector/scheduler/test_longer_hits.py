@@ -47,13 +47,13 @@ class Chat:
 
     def take(self, name: str, prompt: list[int], outputs: int = 1, *, at_once: bool = False, image: int = 0) -> int:
         """Return how many tokens of a turn were pulled. ``image``: the last tokens of its prompt are one's."""
-        before = self.decode.counts["tokens pulled"]
+        before = self.decode.pulled_tokens
         if at_once:
             self.decode.ask_by_name(ClientRequest(name, prompt, outputs, image=image), self.prefill)
         transfer_id = name if at_once else ""
         self.prefill.ask(ClientRequest(name, prompt, outputs, self.decode, transfer_id=transfer_id, image=image))
         self.world.run(100.0)
-        return self.decode.counts["tokens pulled"] - before
+        return self.decode.pulled_tokens - before
 
     def found_alone(self, prompt: list[int]) -> int:
         """Return how many tokens of a prompt a request that pulls nothing finds here."""

@@ -235,7 +235,6 @@ class EngineSim:
         **settings: Any,
     ) -> None:
         """Start an engine whose host memory has so many ``slots``, in blocks; with 0, it has none.
-
         ``pooled``: whether the world's pool is behind it.
 
         ``states``: how the model's states are kept, if it has any. ``stated``: what else vLLM states of them.
@@ -259,7 +258,7 @@ class EngineSim:
         self.scheduler = self._make_scheduler(role, policy, settings)
         connector: Any = self.scheduler.connector
         self.side: ConnectorScheduler = connector._scheduler
-        self.computed_tokens = 0
+        self.computed_tokens = self.pulled_tokens = 0
         self.computed_of: Counter[str] = Counter()  # tokens, by request id
         self.computed: Counter[str] = Counter()  # prompts that were computed instead of pulled, by cause
         patch.object(self.side._stats, "count", self._count).start()
@@ -459,7 +458,8 @@ class EngineSim:
             if not pull.has_succeeded:
                 self.counts["pulls failed"] += 1
                 continue
-            self.counts.update({"pulled": 1, "tokens pulled": pull.order.end_token - pull.order.first_token})
+            self.counts["pulled"] += 1
+            self.pulled_tokens += pull.order.end_token - pull.order.first_token
             if pull.lacking_states:
                 self.counts["lacked states"] += 1
             if pull.was_ahead:
