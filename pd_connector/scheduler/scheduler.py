@@ -16,6 +16,7 @@ from pd_connector.scheduler.decode.border_states import BorderStates
 from pd_connector.scheduler.decode.canaries import Canaries
 from pd_connector.scheduler.decode.consumer import Consumer
 from pd_connector.scheduler.decode.landings import LandingMode, Landings
+from pd_connector.scheduler.decode.look_ups import keys_suffice
 from pd_connector.scheduler.decode.peer_prefixes import PeerPrefixes
 from pd_connector.scheduler.decode.pulls_ahead import PullsAhead
 from pd_connector.scheduler.decode.renewals import Renewals
@@ -49,7 +50,7 @@ from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.block_hashes import BlockHashes
 from pd_connector.vllm.block_pools import Leased
 from pd_connector.vllm.cache_groups import retentions
-from pd_connector.vllm.callers import callers
+from pd_connector.vllm.callers import has_siblings
 from pd_connector.vllm.device_blocks import DeviceBlocks
 from pd_connector.vllm.engine_config import (
     EngineRole,
@@ -85,6 +86,10 @@ logger = logging.getLogger(__name__)
 _REST_S = 0.05
 
 
+def _never(_: "Request") -> bool:
+    return False
+
+
 class ConnectorScheduler:
     """The connector in the engine core. All methods are called on the scheduler's thread; none waits for a peer."""
 
@@ -118,8 +123,6 @@ class ConnectorScheduler:
         self._moves: LeaseMoves | None = None  # if leases may move to host memory
         self._prompt_slots: PromptSlots | None = None  # the same
         self._early: dict[str, Request] = {}  # requests that came before all workers were known
-        self._passed_over = ""  # the request of which vLLM has looked nothing up
-        self._has_siblings = False
         self._destinations: list[Destinations] = []  # for the next step, if vLLM is told of failures by block ids
         self._model_changes = 0  # since the last step
         self._asked_handshakes = 0  # the same
@@ -175,15 +178,14 @@ class ConnectorScheduler:
         forgets = any(kept.window or kept.chunk or kept.states for kept in self._retentions)
         leasing = next((role for role in self._roles if isinstance(role, Producer) and forgets), None)
         to_pull = None if leasing is None else leasing.tokens_to_pull
-        # They are asked about a request, too, and would look for what the device has.
-        self._has_siblings = any(type(each).__name__.endswith("MultiConnector") for each in callers())
-        self._blocks.bind(
-            kv_cache_manager, self._release_device_blocks, to_pull, self._device_was_reset, self._is_passed_over
-        )
+        look_ups = None if self._consumer is None else self._consumer.look_ups
+        # Siblings are asked about a request, too, and would look for what the device has.
+        pass_over = look_ups.pass_over if look_ups is not None and not has_siblings() else _never
+        self._blocks.bind(kv_cache_manager, self._release_device_blocks, to_pull, self._device_was_reset, pass_over)
         check_cache_manager(self._vllm_config, self._blocks, self._retentions)
         if self._states:
-            pulls = self._consumer if self.finds_longer_hits else None
-            self._blocks.find_longer_hits(pulls.longer_hits.is_pulled if pulls is not None else lambda _: False)
+            may_lack_state = look_ups.may_lack_state if look_ups is not None and self.finds_longer_hits else _never
+            self._blocks.find_longer_hits(may_lack_state)
         if self._config.serve_prefixes and not self._unshared:
             say_if_prompts_only(self._blocks.retention_interval, self._retentions)
         self._engine.find()
@@ -191,15 +193,8 @@ class ConnectorScheduler:
 
     @property
     def finds_longer_hits(self) -> bool:
-        """Whether vLLM is to find keys behind the last state of a request that is pulled.
-
-        Not beside host memory and peers, whose prefixes go on from a state, nor with windows or keys in several cache
-        groups, of which vLLM would take what each has: what lies between that and the pull would be missing.
-        """
-        keys = [kept for kept in self._retentions if not kept.states]
-        is_plain = len(keys) == 1 and not (keys[0].window or keys[0].chunk)
-        others_bring = self._config.cpu_bytes_to_use > 0 or self._config.peers is not None
-        return self._consumer is not None and bool(self._states) and is_plain and not others_bring
+        """Whether vLLM is to find keys behind the last state of a request that is pulled."""
+        return self._consumer is not None and keys_suffice(self._retentions, self._config)
 
     def set_workers(self, handshakes: Mapping[WorkerRanks, WorkerHandshake]) -> None:
         """Take the workers' handshakes that vLLM passes on: at start, and when the engine wakes from sleep.
@@ -226,8 +221,7 @@ class ConnectorScheduler:
         """Return how many tokens beyond ``computed_tokens`` will be loaded or pulled; None if not known yet."""
         if self._waits_for_workers:
             return None  # a prompt that is computed now could be neither leased nor stored
-        if request.request_id == self._passed_over:
-            self._passed_over = ""  # some schedulers look up in other ways, too
+        if self._consumer is not None and self._consumer.look_ups.was_passed_over(request):
             return None
         if any(role.must_wait(request, computed_tokens) for role in self._roles):
             return None

@@ -17,3 +17,8 @@ def callers() -> Iterator[object]:
         if (caller := frame.f_locals.get("self")) is not None:
             yield caller
         frame = frame.f_back
+
+
+def has_siblings() -> bool:
+    """Return whether a connector of several connectors, vLLM's or vllm-ascend's, is calling."""
+    return any(type(each).__name__.endswith("MultiConnector") for each in callers())

@@ -56,7 +56,7 @@ from pd_connector.scheduler.decode.legs import (
     Waiting,
     lease,
 )
-from pd_connector.scheduler.decode.longer_hits import LongerHits
+from pd_connector.scheduler.decode.look_ups import LookUps
 from pd_connector.scheduler.decode.needed_blocks import NeededBlocks
 from pd_connector.scheduler.decode.pulls_ahead import PullsAhead
 from pd_connector.scheduler.decode.renewals import Renewals
@@ -111,7 +111,7 @@ class Consumer(SchedulerRole):
         self._subscriptions = subscriptions
         self._ahead = ahead
         self._legs = Legs()
-        self.longer_hits = LongerHits(self._legs, subscriptions, self._canaries)
+        self.look_ups = LookUps(self._legs, subscriptions, self._canaries)
         self._used = SingleUse()  # by the legs that are announced, wait, pull or prove, except followers
         self._pulls: list[PullOrder] = []
         self._refusals: list[RefuseOrder] = []
@@ -157,11 +157,6 @@ class Consumer(SchedulerRole):
             case Announced() as leg:
                 return self._must_wait_for_other_leg(request, leg)
         return False
-
-    def waits_for_news(self, request: "Request") -> bool:
-        """Return whether a prefill engine has yet to begin with a request's prompt: then it must wait in any case."""
-        is_announced = isinstance(self._legs.get(request.request_id), Announced)
-        return is_announced and self._subscriptions.look(request.request_id) is None
 
     def missing_tokens(self, request: "Request", computed_tokens: int) -> int:
         """Return how many prompt tokens to pull beyond the ``computed_tokens`` that are here already.

@@ -270,11 +270,10 @@ def test_beside_other_connectors_everything_is_looked_up(world: World) -> None:
     """They are asked about the request as well, and would look for what the device has."""
 
     class MultiConnector:
-        def bind(self) -> None:
-            decode.side.bind_cache_manager(decode.scheduler.kv_cache_manager)
+        def start(self) -> list[EngineSim]:
+            return a_pair(world)
 
-    prefill, decode = a_pair(world)
-    MultiConnector().bind()
+    prefill, decode = MultiConnector().start()
     decode.ask_by_name(legs(0, 200, decode)[1], prefill)
     coordinator = decode.scheduler.kv_cache_manager.coordinator
     with patch.object(coordinator, "find_longest_cache_hit", wraps=coordinator.find_longest_cache_hit) as looked_up:
@@ -287,6 +286,6 @@ def test_a_request_of_which_nothing_was_looked_up_waits_once(world: World) -> No
     _, decode = a_pair(world)
     decode.ask(ClientRequest("r", [1] * 100, 5))
     (request,) = decode.scheduler.requests.values()
-    decode.side._passed_over = request.request_id
+    decode.role_of(Consumer).look_ups._passed_over = request.request_id
     assert [decode.side.missing_tokens(request, 0) for _ in range(2)] == [None, 0]
     world.run(within_s=20)
