@@ -178,9 +178,9 @@ class ConnectorScheduler:
         forgets = any(kept.window or kept.chunk or kept.states for kept in self._retentions)
         leasing = next((role for role in self._roles if isinstance(role, Producer) and forgets), None)
         to_pull = None if leasing is None else leasing.tokens_to_pull
-        look_ups = None if self._consumer is None else self._consumer.look_ups
-        # Siblings are asked about a request, too, and would look for what the device has.
-        pass_over = look_ups.pass_over if look_ups is not None and not has_siblings() else _never
+        # Siblings are asked about a request, too. They would look for what the device has, or load from keys on.
+        look_ups = None if self._consumer is None or has_siblings() else self._consumer.look_ups
+        pass_over = look_ups.pass_over if look_ups is not None else _never
         self._blocks.bind(kv_cache_manager, self._release_device_blocks, to_pull, self._device_was_reset, pass_over)
         check_cache_manager(self._vllm_config, self._blocks, self._retentions)
         if self._states:

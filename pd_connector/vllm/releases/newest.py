@@ -186,12 +186,14 @@ class VllmRelease:
         find, find_with_state = manager.get_computed_blocks_for_connector, manager.get_computed_blocks
 
         def find_if_pulled(request: "Request", *limits: Any) -> tuple[Any, ...]:
-            if is_pulled(request):
+            with_state = find_with_state(request, *limits)
+            *_, shared_prefix_boundary = with_state  # 0 if keys reach no further; the other search is dearer
+            if shared_prefix_boundary and is_pulled(request):
                 hit: tuple[Any, ...] = find(request, *limits)
                 _, tokens, _, lacks_state = hit
                 if not lacks_state or tokens < request.num_prompt_tokens - 1:
                     return hit
-            return *find_with_state(request, *limits), False
+            return *with_state, False
 
         manager.get_computed_blocks_for_connector = find_if_pulled
 
