@@ -122,8 +122,9 @@ class MooncakeLink(Link):
             answers.append("closed here" if self._closing.is_set() else "accepts connections but does not answer")
         reason = answers[0] if answers else "the call to it failed"
         moves_data = self._options.protocol == "tcp"
-        if reason not in ("", _ANOTHER) and not self._closing.is_set():
-            found = closed_port(self.address, moves_data=moves_data, unwanted=self._closing.is_set)
+        if reason not in ("", _ANOTHER):  # closing may be why the peer refused
+            unwanted = self._closing.is_set
+            found = "" if unwanted() else closed_port(self.address, moves_data=moves_data, unwanted=unwanted)
             reason = "closed here" if self._closing.is_set() else found or reason
         while thread.is_alive():
             self._closing.set()
