@@ -28,10 +28,13 @@ def ascend_settings(environment: Mapping[str, str], connect_timeout_s: float) ->
     }
 
 
-def link_s(environment: Mapping[str, str]) -> float:
-    """Return for how long HIXL may make a link; 0 if that is not known."""
+def link_s(environment: Mapping[str, str], least_s: float) -> float:
+    """Return for how long to wait for HIXL to make a link: as long as it may try, and ``least_s`` at least.
+
+    Links are made one at a time, so the time of one is too short for several that begin together.
+    """
     set_to = environment.get(TRANSFER_TIMEOUT, "")
-    return int(set_to) / 1000 if set_to.isdecimal() else 0.0
+    return max(int(set_to) / 1000 if set_to.isdecimal() else 0.0, least_s)
 
 
 def set_qos(environment: MutableMapping[str, str], qos: int) -> None:

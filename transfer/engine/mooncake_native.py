@@ -211,7 +211,7 @@ class NativeEngine:
         self._options = options
         self._is_lent = lend is not None
         new = load(options)  # also sets the environment
-        self._link_s = max(link_s(os.environ), options.connect_timeout_s) if options.protocol == "ascend" else 0.0
+        self._link_s = link_s(os.environ, options.connect_timeout_s) if options.protocol == "ascend" else 0.0
         try:
             self._engine: Any = new() if lend is None else lend(options.host)
         except RuntimeError as error:

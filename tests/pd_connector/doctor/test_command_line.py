@@ -130,13 +130,13 @@ def warns() -> str:
 def test_npus_are_checked_where_their_software_is(well: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     well.setattr(module, "installed", {"torch-npu": "2.10.0"}.get)
     well.setattr(npu, "device", lambda: "2 devices")
-    well.setattr(npu, "CHECKS", (("batched copies", fails), ("cross-layer blocks", warns)))
+    well.setattr(npu, "CHECKS", (("batched copies", fails), ("ACL functions", warns)))
     status, lines = said(capsys)
     assert status == 1
     assert lines[2:] == [
         "ok   npu: 2 devices",
         "FAIL batched copies: 107002",
-        "WARN cross-layer blocks: slow",
+        "WARN ACL functions: slow",
         "",
         "Failed: batched copies.",
     ]

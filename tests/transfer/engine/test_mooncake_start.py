@@ -149,7 +149,8 @@ def test_the_environment_of_ascend(given: dict[str, str], milliseconds: int) -> 
     set_environment(NativeOptions("10.0.0.5", "ascend", "", 2.5, 5.0), environment)
     assert environment["ASCEND_CONNECT_TIMEOUT"] == "99"
     assert environment["ASCEND_TRANSFER_TIMEOUT"] == str(milliseconds)
-    assert link_s(environment) == milliseconds / 1000
+    assert link_s(environment, 0.5) == milliseconds / 1000
+    assert link_s(environment, 1000.0) == link_s({}, 1000.0) == 1000.0
     assert environment["ASCEND_THREAD_POOL_SIZE"] == "16"
     assert "MC_WORKERS_PER_CTX" not in environment
     assert RESOURCES not in environment

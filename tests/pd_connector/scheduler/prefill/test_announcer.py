@@ -158,6 +158,19 @@ def test_blocks_that_a_step_may_write_are_found_without_a_look_at_those_before(s
         assert engine.announcer.being_written() == {block.block_id for block in table[CHUNK_TOKENS // PAGE_TOKENS :]}
 
 
+def test_what_others_may_write_is_told_apart_from_what_a_request_may(start_prefill: StartPrefill) -> None:
+    """Also in a block of its own: one that another connector loads into, say."""
+    engine = start_prefill(asynchronous=True)
+    request = engine.ask("r", a_prompt(100))
+    engine.schedule()
+    (table,) = engine.announcer._blocks.table("r")
+    last = table[-1].block_id
+    assert last in (engine.announcer.being_written() or set())
+    assert engine.announcer.being_written(besides=request) == set()
+    with patch.object(engine.announcer, "_unproven", lambda: frozenset({last})):
+        assert engine.announcer.being_written(besides=request) == {last}
+
+
 def test_who_may_write_is_asked_once_for_all_prompts_that_begin_in_a_step(start_prefill: StartPrefill) -> None:
     """There may be hundreds of both."""
     engine = start_prefill(chunk_tokens=512)
