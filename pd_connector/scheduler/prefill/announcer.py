@@ -59,7 +59,7 @@ class _Writers:
     """Who may write blocks in steps under way."""
 
     request_ids: Set[str]
-    blocks: Counter[int]  # for how many requests, by block id; at least 2 if that is not known
+    blocks: Counter[int]  # for how many, by block id; all of whom nothing is known are one
 
 
 @dataclass(slots=True)
@@ -378,7 +378,7 @@ class Announcer:
             return None
         of_others = set(self._unproven()).union(*(step.left for step in self._recent))
         steps = {*scheduled, *(each for step in self._recent for each in step.scheduled)}
-        writers = _Writers(steps & self._requests.keys(), Counter(dict.fromkeys(of_others, 2)))
+        writers = _Writers(steps & self._requests.keys(), Counter(of_others))
         for request in map(self._requests.__getitem__, writers.request_ids):
             if _have_lost(self._recent, request) and self._under_way(request):
                 return None  # into blocks that others have found, perhaps
