@@ -32,9 +32,9 @@ export PD_CONNECTOR_CUDA_ON_CPU
 # This connector beside vLLM's own ones, with what they need.
 PEERS := .venv-peers
 
-# The Python that .venv is made with; 3.11 or newer.
+# The Python that .venv is made with; 3.11 to 3.13, for which Mooncake without CUDA has wheels.
 PYTHON ?= $(shell for python in python3.12 python3.11 python3.13 python3; do \
-	if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$python; exit; fi; \
+	if $$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; then echo $$python; exit; fi; \
 	done; echo none)
 
 # The Python that the environments of test-ascend-sim are made with; vllm-ascend's packages want 3.11.
@@ -173,9 +173,9 @@ clean:  ## remove the environments, the demonstration's model and logs, and all 
 
 define require_python
 	@if [ '$(PYTHON)' = none ]; then \
-		echo 'No Python 3.11 or newer found. Install one, or name it: make PYTHON=/path/to/python3.11' >&2; exit 1; fi
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-		echo '$(PYTHON) is not Python 3.11 or newer. Name one that is: make PYTHON=/path/to/python3.11' >&2; exit 1; }
+		echo 'No Python 3.11 to 3.13 found. Install one, or name it: make PYTHON=/path/to/python3.11' >&2; exit 1; fi
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || { \
+		echo '$(PYTHON) is not Python 3.11 to 3.13. Name one that is: make PYTHON=/path/to/python3.11' >&2; exit 1; }
 endef
 
 $(STAMPS)/venv:

@@ -78,7 +78,7 @@ def process(*words: str) -> Iterator[tuple[str, int]]:
         assert running.stderr is not None
         try:
             for line in running.stderr:
-                if found := re.search(r"running on (http://[\d.]+:\d+)", line):
+                if found := re.search(r"(?:running|listening) on (http://[\d.]+:\d+)", line):
                     break
             else:
                 raise RuntimeError(f"{words} has ended")

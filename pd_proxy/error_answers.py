@@ -90,8 +90,8 @@ class NothingHandedOver(LegFailed):
             shown = f"'{finish_reason}'"
         else:
             shown, detail = "unknown", f"the reason is {repr(finish_reason)[:500]}; {detail}"
-        what = f"returned no kv_transfer_params (finish reason {shown}, expected 'length')"
-        super().__init__(HTTPStatus.BAD_GATEWAY, "prefill", url, what, detail)
+        odd = "" if finish_reason == "length" else f" (finish reason {shown}, expected 'length')"
+        super().__init__(HTTPStatus.BAD_GATEWAY, "prefill", url, f"returned no kv_transfer_params{odd}", detail)
         self.finish_reason = finish_reason
         self.details = details
 

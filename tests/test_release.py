@@ -105,4 +105,4 @@ def test_the_oldest_python_is_the_same_everywhere() -> None:
     assert oldest.operator == ">="
     assert PROJECT["tool"]["ruff"]["target-version"] == "py" + oldest.version.replace(".", "")
     assert PROJECT["tool"]["mypy"]["python_version"] == oldest.version
-    assert f"Python {oldest.version} or newer" in README
+    assert f"Python {oldest.version} to 3.13" in README

@@ -79,7 +79,8 @@ class HttpServer:
             raise CheckFailed(_refused(self.url + path, error)) from error
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", None) or error
-            why = self._no_route() or "is the prefill server up, and is this its HTTP port?"
+            ask = "is the prefill server up, is this its HTTP port, and does a firewall let this machine reach it?"
+            why = self._no_route() or ask
             if isinstance(reason, ssl.SSLCertVerificationError):
                 why = "if your own CA has signed its certificate, name that in the environment variable SSL_CERT_FILE"
             raise CheckFailed(f"{self.url} does not answer ({reason}): {why}") from error

@@ -72,13 +72,16 @@ class Machine:
         text = f"RDMA: {', '.join(nics) or 'none'}; accelerators: {', '.join(devices) or 'none'}"
         if self._by_auto and self._config.protocol == "tcp" and devices:
             raise CheckWarned(f"{text}; protocol auto takes tcp here, which is slower, and peers must use tcp, too")
+        doubts = []
         if self._config.protocol == "rdma" and any("ACTIVE" not in nic for nic in nics):
-            raise CheckWarned(f"{text}; ports that are not active move nothing")
+            doubts.append("ports that are not active move nothing")
         if self._config.protocol == "rdma" and devices and not (_PEERMEM.exists() or os.environ.get(_DMA_BUF) == "0"):
-            raise CheckWarned(
-                f"{text}; the kernel module nvidia-peermem is not loaded: without it, no GPU memory can be registered, "
+            doubts.append(
+                "the kernel module nvidia-peermem is not loaded: without it, no GPU memory can be registered, "
                 f"unless {_DMA_BUF}=0 is set"
             )
+        if doubts:
+            raise CheckWarned("; ".join([text, *doubts]))
         return text
 
     def memory(self) -> str:

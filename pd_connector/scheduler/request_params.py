@@ -58,9 +58,9 @@ class RequestParams:
             self._stats.count("prompts_computed", label=Cause.PARAMS)
         request.kv_transfer_params = None
 
-    @staticmethod
-    def _warn_wrong_role(request: "Request", key: str, role: str) -> None:
-        logger.warning(
-            "PDConnector: request %s asks for %s, which needs kv_role %s or kv_both; it is served without a transfer",
-            request.request_id, key, role,
-        )  # fmt: skip
+    def _warn_wrong_role(self, request: "Request", key: str, role: str) -> None:
+        self._warnings.warn(
+            key,
+            f"PDConnector: request {request.request_id} asks for {key}, which needs kv_role {role} or kv_both; "
+            "it is served without a transfer",
+        )

@@ -6,6 +6,7 @@ from pathlib import Path
 import yaml  # type: ignore[import-untyped]
 
 from pd_connector.stats import LABELS, PHASES
+from pd_connector.worker.quarantine import MAX_AGE_S
 from pd_proxy.journal import Journal
 from tests.support.deploy.monitoring import (
     PROMETHEUS_FILES,
@@ -86,6 +87,10 @@ def test_every_alert_says_how_bad_it_is_and_what_to_do() -> None:
     for name, rule in ALERTS.items():
         assert rule["labels"]["severity"] in ("critical", "warning"), name
         assert set(rule["annotations"]) == {"summary", "description"}, name
+
+
+def test_an_alert_tells_the_workers_time_limit() -> None:
+    assert f"in {MAX_AGE_S:g} s, the worker ends" in ALERTS["PDQuarantine"]["annotations"]["description"]
 
 
 def test_every_alert_is_tried() -> None:

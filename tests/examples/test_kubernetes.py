@@ -303,3 +303,9 @@ def test_the_proxy_has_no_rights() -> None:
 def test_the_readme_says_what_was_not_done() -> None:
     text = re.sub(r"\s+", " ", (DIRECTORY / "README.md").read_text())
     assert "not been run in a cluster" in text
+
+
+def test_what_the_readme_has_one_type_is_of_the_deployments_namespace() -> None:
+    commands = re.findall(r"kubectl [^`]+", (DIRECTORY / "README.md").read_text())
+    assert len(commands) >= 4
+    assert [one for one in commands if "-n NAMESPACE" not in " ".join(one.split())] == []

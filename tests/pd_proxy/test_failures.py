@@ -90,6 +90,11 @@ def test_an_error_of_the_prefill_server_is_the_clients_answer(
         (answers(200, b'{"choices": [{"finish_reason": "stop"}]}'), 502, NOTHING_HANDED_OVER.format("'stop'")),
         (answers(200, b'{"choices": [{"finish_reason": null}]}'), 502, NOTHING_HANDED_OVER.format("missing")),
         (
+            answers(200, b'{"choices": [{"finish_reason": "length"}]}'),
+            502,
+            "returned no kv_transfer_params|: is it started with --kv-transfer-config",
+        ),
+        (
             answers(200, REASON),
             502,
             NOTHING_HANDED_OVER.format("unknown").replace("|: ", "|: the reason is {'see': 'h'}; "),
@@ -108,6 +113,7 @@ def test_an_error_of_the_prefill_server_is_the_clients_answer(
         "null",
         "stopped",
         "no reason",
+        "length",
         "odd reason",
         "given up",
         "empty",

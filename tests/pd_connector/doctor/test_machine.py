@@ -103,6 +103,10 @@ def test_a_gpu_whose_memory_nics_cannot_reach_is_a_warning(monkeypatch: pytest.M
     monkeypatch.delenv("WITH_NVIDIA_PEERMEM", raising=False)
     with pytest.raises(CheckWarned, match=r"nvidia-peermem is not loaded: .* unless WITH_NVIDIA_PEERMEM=0 is set"):
         machine("rdma").devices()
+    monkeypatch.setattr("pd_connector.doctor.machine.rdma_devices", lambda: ["mlx5_0 ACTIVE", "mlx5_1 DOWN"])
+    with pytest.raises(CheckWarned, match=r"ports that are not active.*; the kernel module nvidia-peermem"):
+        machine("rdma").devices()
+    monkeypatch.setattr("pd_connector.doctor.machine.rdma_devices", lambda: ["mlx5_0 ACTIVE"])
     (tmp_path / "nvidia_peermem").mkdir()
     assert machine("rdma").devices().endswith("accelerators: H200")
 
