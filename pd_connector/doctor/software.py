@@ -24,6 +24,7 @@ _MOONCAKE = {
     "npu": "mooncake-transfer-engine-npu",
 }
 _OLDEST_MOONCAKE = Version("0.3.13")
+_NEWEST_MOONCAKE = Version("0.3.14")  # that the engine's tests ran with: CUDA 13's build, on CPU, over TCP
 
 
 def installed(name: str) -> str | None:
@@ -141,6 +142,8 @@ class Software:
             if name != _MOONCAKE["cpu"]:
                 raise CheckFailed(f"{text}; {way_out}")
             raise CheckWarned(f"{text}: it moves host memory only; {way_out}")
+        if Version(version).release > _NEWEST_MOONCAKE.release:
+            raise CheckWarned(f"{name} {version}, newer than the connector is tested with: {_NEWEST_MOONCAKE} is")
         return f"{name} {version}"
 
     def _found(self, names: Iterable[str]) -> dict[str, str]:

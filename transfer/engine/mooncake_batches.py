@@ -6,19 +6,21 @@ are read where they lie. A batch id is the address of its ``BatchDesc``, whose t
 their slices: how many there are, how many have succeeded, how many have failed for good. A descriptor is final, and
 nothing of it is written any more, when these add up. That holds on every transport, however late a slice begins.
 
-    BatchDesc            0 id     8 capacity    16 first task    24 end of the last task
-    TransferTask (112)   0 slices 8 succeeded   16 failed        48 batch id
+    BatchDesc                    0 id     8 capacity    16 first task    24 end of the last task
+    TransferTask (112 bytes)     0 slices 8 succeeded   16 failed        48 batch id
+    from 0.3.14 on (152 bytes)   0 slices 8 succeeded   16 failed        64 batch id
 
-The layout is that of Mooncake's default build. Every batch is checked against it; where it does not fit, each
+The layouts are those of Mooncake's default builds. Every batch is checked against them; where none fits, each
 descriptor becomes a batch of its own, about whose end Mooncake's own answer is exact.
 """
 
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from ctypes import c_char
 from enum import Enum
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -26,10 +28,10 @@ import numpy.typing as npt
 from layout.copies import Copies
 from transfer.engine.mooncake_native import NativeEngine
 
-_TASK_WORDS = 14  # of 8 bytes
-_SLICES, _SUCCEEDED, _FAILED, _BATCH = 0, 1, 2, 6  # words of a task
+_SLICES, _SUCCEEDED, _FAILED = 0, 1, 2  # words of a task, of 8 bytes
+_BATCH: Mapping[int, int] = MappingProxyType({14: 6, 19: 8})  # by how many words a task has
 
-Tasks = npt.NDArray[np.uint64]  # [descriptors, _TASK_WORDS]: Mooncake's own memory
+Tasks = npt.NDArray[np.uint64]  # [descriptors, words of a task]: Mooncake's own memory
 
 
 class State(Enum):
@@ -160,12 +162,13 @@ def find_tasks(native: NativeEngine, batch: int, descriptors: int) -> Tasks | No
     # What is not mapped cannot be read, and does no harm.
     with suppress(OSError, OverflowError, ValueError, struct.error):
         identity, capacity, first, end = head.unpack(native.memory_at(batch, head.size))
-        size = descriptors * _TASK_WORDS * 8
-        if identity != batch or capacity != descriptors or end - first != size:
+        size = end - first
+        words, rest = divmod(size, 8 * descriptors)
+        if identity != batch or capacity != descriptors or rest or words not in _BATCH:
             return None
-        copy = np.frombuffer(native.memory_at(first, size), np.uint64).reshape(-1, _TASK_WORDS)
+        copy = np.frombuffer(native.memory_at(first, size), np.uint64).reshape(-1, words)
         ended = copy[:, _SUCCEEDED] + copy[:, _FAILED]
         counted = (copy[:, _SLICES] > 0).all() and (ended <= copy[:, _SLICES]).all()
-        if len(copy) == descriptors and (copy[:, _BATCH] == batch).all() and counted:
-            return np.ndarray((descriptors, _TASK_WORDS), np.uint64, memoryview((c_char * size).from_address(first)))
+        if len(copy) == descriptors and (copy[:, _BATCH[words]] == batch).all() and counted:
+            return np.ndarray((descriptors, words), np.uint64, memoryview((c_char * size).from_address(first)))
     return None

@@ -117,6 +117,13 @@ def test_mooncake_without_cuda_beside_cuda_is_a_warning() -> None:
         software(CPU | {"vllm": "0.32.0"}, "13").mooncake()
 
 
+def test_a_newer_mooncake_than_was_tested_is_a_warning() -> None:
+    newer = CUDA | {"mooncake-transfer-engine-cuda13": "0.3.15"}
+    with pytest.raises(CheckWarned, match=r"0\.3\.15, newer than the connector is tested with: 0\.3\.14 is"):
+        software(newer, "13").mooncake()
+    assert software(CUDA, "13").mooncake().endswith("0.3.14")
+
+
 def test_what_this_project_declares_is_looked_for() -> None:
     assert Software().ours().startswith(metadata.version("pd-connector"))
     with pytest.raises(CheckFailed, match=r"needs msgspec\S* \(not installed\).*pyzmq\S* \(1\.0\)"):
