@@ -24,14 +24,13 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from layout.geometry import layers_by_group
 from pd_connector.orders import Orders, PullOrder, RankEnds, Report, WorkerHandshake
-from pd_connector.params import ParamsError, RemotePrefill, check_groups, is_decode_leg, prefixes_at
+from pd_connector.params import ParamsError, RemotePrefill, is_decode_leg, prefixes_at
 from pd_connector.scheduler.compute_rate import ComputeRate
 from pd_connector.scheduler.decode.canaries import Canaries, Standing
 from pd_connector.scheduler.decode.needed_blocks import NeededBlocks
+from pd_connector.scheduler.decode.prefix_offers import offered_prefix
 from pd_connector.scheduler.readers import Readers
 from pd_connector.scheduler.scheduler_role import SchedulerRole, ended
 from pd_connector.vllm.block_hashes import BlockHashes
@@ -65,6 +64,7 @@ class _Asking:
 
     request: "Request"
     first: int  # tokens that the device holds already
+    held: int  # and host memory
     least: int  # what a peer must hold at least, in tokens from the beginning
     key: bytes  # hash of the first block that is missing
     give_up_at: float
@@ -88,6 +88,7 @@ class _Pulling:
     before: HeldBlocks  # that hold what it extends
     ends: RankEnds
     is_wanted: bool = True  # its contents are valid
+    is_late: bool = False  # its request was computed
 
 
 class PeerPrefixes(SchedulerRole):
@@ -163,6 +164,9 @@ class PeerPrefixes(SchedulerRole):
             if self._clock() < pulling.give_up_at:
                 return True
             del self._waiting[request_id]
+            pulling.is_late = True
+            self.counts["prefixes", "late"] += 1
+            self._leave_aside(pulling.peer)
         if request_id in self._asked or not self._ranks:
             return False
         return self._begin(request, computed_tokens)
@@ -258,12 +262,12 @@ class PeerPrefixes(SchedulerRole):
             return self._waits_for_others(request, missing)
         self._asked.add(request.request_id)
         in_host = self._held_in_host(request, computed_tokens)
-        least = computed_tokens + in_host + self._rate.least_tokens
+        # What host memory holds is pulled, too: no more than is gained.
+        least = computed_tokens + in_host + max(in_host, self._rate.least_tokens)
         if least >= request.num_prompt_tokens:
             return False
-        asking = _Asking(
-            request, computed_tokens, least, key, self._clock() + self._rate.seconds_for(missing - in_host), {}
-        )
+        give_up_at = self._clock() + self._rate.seconds_for(missing - in_host)
+        asking = _Asking(request, computed_tokens, computed_tokens + in_host, least, key, give_up_at, {})
         for peer in peers:
             self._ask(asking, peer, self._peer_hash_tokens.get(peer, own_tokens))
         self._asking[request.request_id] = self._begun[key] = asking
@@ -370,7 +374,7 @@ class PeerPrefixes(SchedulerRole):
                     self._warnings.warn("reason", f"PDConnector: engine at {peer} serves no prefix: {found.reason}")
                 if not found.lease_id:
                     continue
-                offer = _remote(found, peer, self._unit, asking.request.num_prompt_tokens - 1)
+                offer = offered_prefix(found, peer, self._unit, asking.request.num_prompt_tokens - 1)
                 if self._needed.lacking(offer, asking.first) is None:
                     offers.append(offer)
                 else:  # a window here reaches back further, as blocks here are larger
@@ -443,8 +447,9 @@ class PeerPrefixes(SchedulerRole):
             block_ids.append((*[0] * numbers.start, *(int(block.block_id) for block in own)))
         pull_id = uuid.uuid4().hex  # a lease id is a peer's word, and may come twice
         self._orders.append(PullOrder(pull_id, remote, tuple(block_ids), asking.first, end, pull_id))
+        give_up_at = min(asking.give_up_at, self._clock() + self._rate.seconds_for(end - asking.held))
         pulling = _Pulling(
-            request, Address(remote.remote_host, remote.remote_port), asking.first, end, asking.key, asking.give_up_at,
+            request, Address(remote.remote_host, remote.remote_port), asking.first, end, asking.key, give_up_at,
             blocks, before, RankEnds(0),
         )  # fmt: skip
         self._pulling[pull_id] = self._waiting[request.request_id] = self._begun[asking.key] = pulling
@@ -459,41 +464,11 @@ class PeerPrefixes(SchedulerRole):
         else:
             for group, (first, blocks) in pulling.blocks.items():
                 self._blocks.publish(pulling.request, group, first, blocks, self._groups[group].block_tokens)
-            self.counts["prefixes", "pulled"] += 1
-            self.counts["prefix_tokens", ""] += pulling.end - pulling.first
+            if not pulling.is_late:
+                self.counts["prefixes", "pulled"] += 1
+                self.counts["prefix_tokens", ""] += pulling.end - pulling.first
         self._blocks.give_back((*pulling.before, *_blocks_of(pulling)))
 
 
 def _blocks_of(pulling: _Pulling) -> HeldBlocks:
     return tuple(block for _, blocks in pulling.blocks.values() for block in blocks)
-
-
-def _remote(found: Found, peer: Address, unit_tokens: int, most_tokens: int) -> RemotePrefill:
-    """Return what was found as it is pulled.
-
-    Raises:
-        ParamsError: the answer is not valid, or of more tokens than were asked for, or of tokens that do not end with a
-            block here.
-    """
-    if found.tokens > most_tokens:
-        raise ParamsError(f"it offers {found.tokens} tokens, where {most_tokens} were asked for")
-    if found.tokens % unit_tokens:
-        raise ParamsError(f"it offers {found.tokens} tokens, which is no multiple of {unit_tokens}")
-    held = {
-        "remote_engine_id": found.engine_id,
-        "remote_host": peer.host,
-        "remote_port": peer.port,
-        "remote_block_ids": found.block_ids,
-        "remote_num_tokens": found.tokens + 1,  # the last one is computed here
-        "remote_block_sizes": found.block_sizes,
-        "remote_layers": found.layers,
-        "lease_id": found.lease_id,
-        "lease_ttl_s": found.lease_ttl_s,
-        "prompt_digest": "",
-    }
-    try:
-        remote = msgspec.convert(held, RemotePrefill)
-    except msgspec.ValidationError as error:
-        raise ParamsError(f"its answer is invalid: {error}") from None
-    check_groups(remote)
-    return remote

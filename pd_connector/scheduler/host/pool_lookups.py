@@ -28,14 +28,17 @@ def longest_prefix(
 ) -> int:
     """Return the first of the ends, the longest first, at which all cache groups have a block; 0 if there is none.
 
-    A block is there if its first object of every form on the first rank is. Some blocks between are looked at, too:
-    those that the cache groups ``whole`` keep behind ``held`` tokens. On a thread.
+    A block is there if its first object of every form on the first rank is. The first one that the cache groups
+    ``whole`` keep behind ``held`` tokens is looked at before all, and some between. On a thread.
     """
 
     def names_of(blocks: Iterable[tuple[int, int]]) -> list[str]:
         named = ((forms[group], group_and_hash(keys[group][number])[1]) for group, number in blocks)
         return [form.key(namespace, form.first_share, block_hash) for of, block_hash in named for form in of]
 
+    first = names_of((group, held // block_tokens[group]) for group in whole)
+    if first and not all(store.exist(first)):  # most prompts are in no pool, and cost one call
+        return 0
     per_call = max(1, _LOOKUP_KEYS // max(1, sum(len(forms[group]) for group in keys)))
     for at in range(0, len(ends), per_call):
         shown: dict[int, list[str]] = {}
@@ -50,7 +53,7 @@ def longest_prefix(
             blocks = {
                 (group, held // block_tokens[group] + (found - held) // block_tokens[group] * part // _PARTS)
                 for group in whole
-                for part in range(_PARTS)
+                for part in range(1, _PARTS)
             }
             between = names_of(blocks)
             return found if not between or all(store.exist(between)) else 0

@@ -276,7 +276,8 @@ class SharedPool(SchedulerRole):
         whole = [group for group, of in kept.items() if not (of.window or of.chunk or of.states)]
         look = partial(longest_prefix, self._forms, self._space(), keys, self._host.block_tokens, ends, held, whole)
         asking = _Asking(
-            request, computed_tokens, held, keys, first, now, now + self._rate.seconds_for(missing),
+            request, computed_tokens, held, keys, first, now,
+            now + self._rate.seconds_for(request.num_prompt_tokens - 1 - held),
             self._lookups.submit(look, _LOOKUP_S),
         )  # fmt: skip
         self._asking[request_id] = self._begun[first] = asking

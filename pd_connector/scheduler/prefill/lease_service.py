@@ -257,6 +257,7 @@ class LeaseService(Generic[Held]):
         )  # fmt: skip
         tables = block_ids if slots is not None else ()
         self.leases.grant(remote.lease_id, blocks, contents_digest(remote), tables, slots, is_written=is_written)
+        self.leases.renew((remote.lease_id,))  # whoever found it reads at once: no router is on its way
         granted = _Granted(remote.lease_id, "", (), block_ids, tokens + 1)
         if not is_written:
             self._unwritten[remote.lease_id] = granted

@@ -40,6 +40,26 @@ def test_an_engine_whose_pull_is_late_is_not_asked_again_before_that_has_ended(w
     assert finder.counts["prefixes: asked"] == 2
 
 
+def test_a_link_that_is_slower_than_computing_costs_one_request_its_wait(world: World) -> None:
+    holder = a_holder(world, blocks=400)
+    finder = asker(world, holder, blocks=400, pull_s=0.6)
+    took = []
+    for turn in range(6):
+        tokens = [1000 * turn + number for number in range(200)]
+        hold(world, holder, tokens)
+        finder.side._rate._per_second = 400.0  # what is held takes half a second, and what is new another
+        began = world.clock.now
+        finder.ask(request := ClientRequest(f"turn {turn}", [*tokens, *[turn] * 200], 1))
+        while not request.ended:
+            world.step(0.01)
+        took.append(world.clock.now - began)
+        world.run(0.5)
+    assert 0.5 < took[0] < 0.7
+    assert max(took[1:]) < 0.1
+    told = [finder.counts[name] for name in ("prefixes: late", "prefixes: pulled", "prefix_tokens")]
+    assert told == [1, 0, 0]
+
+
 def test_requests_that_vllm_leaves_aside_do_not_keep_others_from_asking(world: World) -> None:
     """It may, because of their adapters, or admission does."""
     holder = a_holder(world)

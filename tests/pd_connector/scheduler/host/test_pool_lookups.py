@@ -28,3 +28,13 @@ def test_where_drafts_are_kept_a_block_is_there_only_with_theirs() -> None:
     for form, tokens in zip(forms[0], (0, 4 * BLOCK), strict=True):
         shared.objects |= {form.key("pd", 0, bytes([number] * 32)): b"" for number in range(4)}
         assert found() == tokens
+
+
+def test_a_prompt_of_which_nothing_is_there_costs_one_call() -> None:
+    plane = Plane("kv", ("a",), 0, 1, BLOCK, 8, 2, 4, 0, 256, 256, 256, 16, 2, total_heads=1)
+    forms = object_forms(WorkerGeometry(0, 1, 0, 1, "", (CacheGroup(BLOCK, 0, (plane,)),), ()))
+    keys = tuple(make_block_hash_with_group_id(BlockHash(number.to_bytes(32, "big")), 0) for number in range(2048))
+    shared = SharedObjects()
+    ends = range(2048 * BLOCK, 8 * BLOCK, -BLOCK)
+    assert longest_prefix(forms, "pd", {0: keys}, [BLOCK], ends, 8 * BLOCK, [0], InMemoryStore(shared, 1)) == 0
+    assert shared.calls == [("exist", 1)]

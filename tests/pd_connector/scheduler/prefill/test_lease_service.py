@@ -267,3 +267,13 @@ def test_a_request_that_waits_a_minute_for_its_engine_and_one_in_its_queue_keeps
                 until(lambda: endpoint.leases._active[remote.lease_id].expires_at == endpoint.clock.now + TTL_S)
             assert renewals.lost("r") is None
         assert endpoint.leases.still_valid([remote.lease_id]) == {remote.lease_id}
+
+
+def test_a_prefix_is_lent_for_no_longer_than_a_lease_that_a_reader_has_asked_for() -> None:
+    """Who has found it reads at once. If it dies, decoding engines need the blocks."""
+    with closing(Endpoint(unclaimed_s=ConnectorConfig().claim_timeout_s)) as endpoint:
+        remote = endpoint.service.lend("blocks", ((1, 2),), 32, ("127.0.0.1", 1), is_written=True)
+        endpoint.clock.advance(TTL_S - 1.0)
+        assert endpoint.leases.still_valid([remote.lease_id]) == {remote.lease_id}
+        endpoint.clock.advance(2.0)
+        assert list(endpoint.leases.collect()) == ["blocks"]

@@ -82,6 +82,23 @@ def asked() -> Asked:
     return Asked()
 
 
+def test_a_step_answers_for_two_milliseconds_and_the_next_ones_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Asked()
+    longest = asked.blocks.longest_prefix
+
+    def slow(hashes: Any) -> Any:
+        asked.clock.advance(0.0015)
+        return longest(hashes)
+
+    monkeypatch.setattr(asked.blocks, "longest_prefix", slow)
+    for number in range(3):
+        asked.service.ask(find(find_id=f"find-{number}"), ENGINE)
+    asked.service.serve(ENGINE)
+    assert (asked.told, asked.service.is_asked) == (["find-0", "find-1"], True)
+    asked.service.serve(ENGINE)
+    assert (asked.told[2:], asked.service.is_asked) == (["find-2"], False)
+
+
 def test_what_is_found_is_leased_once_however_often_it_is_asked_for(asked: Asked) -> None:
     first, again = asked.ask(find()), asked.ask(find())
     assert first == again
