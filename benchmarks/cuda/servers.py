@@ -84,7 +84,7 @@ def measure(place: Place, model: Model, plan: Plan) -> Iterator[dict[str, Any]]:
 
 
 def _mapped_reads(place: Place, model: Model, plan: Plan, *sides: Side) -> dict[str, dict[str, float]]:
-    """Return how D reads prompts of P, whose memory it maps.
+    """Return how D reads prompts of P, whose memory it maps, and the handovers.
 
     Raises:
         RuntimeError: it is not mapped.
@@ -94,7 +94,9 @@ def _mapped_reads(place: Place, model: Model, plan: Plan, *sides: Side) -> dict[
     print("  over CUDA IPC")
     with pair.running(prefill, decode, model=model) as (mapping,):
         before = _pulled(mapping)
-        found = {str(tokens): _reads(place, mapping, tokens, plan.repeats) for tokens in plan.lengths}
+        found = legs.handovers(mapping, model, plan.lengths, plan.repeats, 0.0)
+        for tokens in plan.lengths:
+            found[str(tokens)] |= _reads(place, mapping, tokens, plan.repeats)
         read, mapped = (_pulled(mapping)[name] - before[name] for name in ("bytes", "mapped_bytes"))
     if mapped < read:
         raise RuntimeError(f"D has read {mapped / 1e6:.0f} of {read / 1e6:.0f} MB over CUDA IPC; its log says why")

@@ -1,4 +1,4 @@
-"""The table of docs/cuda.md: a row for each question, a column for each card that ``make bench-cuda`` has run on."""
+"""The table of docs/cuda.md: a row for each question, its goal, and a column for each card that has run it."""
 
 from typing import Any
 
@@ -8,60 +8,59 @@ from benchmarks.cuda.servers import ALONE, LOADS, PULLS
 
 LENGTHS = ("2000", "8000", "30000")
 NOT_RUN = "not run"
-#: What stands in the table's place before the first card.
-NO_CARD = (
-    "Nothing yet: no card has run it. It measures reshapes, batched copies to and from the device, reads (also over\n"
-    "CUDA IPC) and handovers of up to 30,000 tokens, P's prefill while D reads, and gaps between D's tokens while it\n"
-    "pulls and loads."
-)
+#: The head of the only column before the first card.
+NO_CARD = "`make bench-cuda` fills this"
 
 
 def _sizes(*sizes: int) -> str:
-    return " / ".join(f"{size >> 10} KiB" if size >= 1 << 10 else f"{size} B" for size in sizes)
+    return f"{'/'.join(f'{size / 1024:g}' for size in sizes)} KiB"
 
 
 def _each(place: str, names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(place.format(name) for name in names)
 
 
-#: What is asked, the form of a figure, and where the figures stand.
-ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+#: What is asked, its goal, the form of a figure, and where the figures stand.
+ROWS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     (
-        f"reshape, runs of {_sizes(*RESHAPE_RUN_BYTES)} / a device copy, GB/s", "{:,.0f}",
+        f"reshape in runs of {_sizes(*RESHAPE_RUN_BYTES)}, device copy, GB/s", "≥150 / ≥400", "{:,.0f}",
         _each("reshape/{}", (*map(str, RESHAPE_RUN_BYTES), DEVICE_COPY)),
     ),
     *(
         (
-            f"batches {way}, runs of {_sizes(*BATCH_RUN_BYTES)} / one piece, GB/s", "{:.1f}",
+            f"batches {way} the device, {_sizes(*BATCH_RUN_BYTES)}, one piece, GB/s", "≥45", "{:.1f}",
             _each(f"batches/{direction}/{{}}", (*map(str, BATCH_RUN_BYTES), ONE_PIECE)),
         )
-        for way, direction in (("to the device", "host to device"), ("from the device", "device to host"))
+        for way, direction in (("to", "host to device"), ("from", "device to host"))
     ),
-    ("a read, 2,000 / 8,000 / 30,000 tokens, ms", "{:,.0f}", _each("lengths/{}/read_ms", LENGTHS)),
-    ("a device copy of as many bytes, ms", "{:,.2f}", _each("lengths/{}/device_copy_ms", LENGTHS)),
-    ("the read's rate, GB/s", "{:.2f}", _each("lengths/{}/gb_per_s", LENGTHS)),
-    ("a read over CUDA IPC, ms", "{:,.1f}", _each("mapped/{}/read_ms", LENGTHS)),
-    ("its rate, GB/s", "{:.1f}", _each("mapped/{}/gb_per_s", LENGTHS)),
-    ("P's prefill meanwhile, ms", "{:,.0f}", _each("mapped/{}/prefill_beside_read_ms", LENGTHS)),
-    ("handover, the legs in turn, ms", "{:,.0f}", _each("handover/{}/in_turn_ms", LENGTHS)),
-    ("handover, both legs at once, ms", "{:,.0f}", _each("handover/{}/together_ms", LENGTHS)),
-    ("P's prefill alone, ms", "{:,.0f}", _each("lengths/{}/prefill_ms", LENGTHS)),
-    ("P's prefill while D reads, ms", "{:,.0f}", _each("lengths/{}/prefill_beside_read_ms", LENGTHS)),
+    ("read of 2,000/8,000/30,000 tokens, ms", "", "{:,.0f}", _each("lengths/{}/read_ms", LENGTHS)),
+    ("device copy of them, ms", "", "{:,.2f}", _each("lengths/{}/device_copy_ms", LENGTHS)),
+    ("the read, GB/s", "", "{:.2f}", _each("lengths/{}/gb_per_s", LENGTHS)),
+    ("read over CUDA IPC, ms", "≤1.25 device copies", "{:,.1f}", _each("mapped/{}/read_ms", LENGTHS)),
+    ("the same, GB/s", "", "{:.1f}", _each("mapped/{}/gb_per_s", LENGTHS)),
+    ("handover in turn over it, ms", "≤30 for 30,000", "{:,.1f}", _each("mapped/{}/in_turn_ms", LENGTHS)),
+    ("P's prefill meanwhile, ms", "≤1.05 alone", "{:,.0f}", _each("mapped/{}/prefill_beside_read_ms", LENGTHS)),
+    ("handover in turn, ms", "", "{:,.0f}", _each("handover/{}/in_turn_ms", LENGTHS)),
+    ("handover at once, ms", "≤in turn", "{:,.0f}", _each("handover/{}/together_ms", LENGTHS)),
+    ("P's prefill alone, ms", "", "{:,.0f}", _each("lengths/{}/prefill_ms", LENGTHS)),
+    ("P's prefill beside a read, ms", "≤1.05 alone", "{:,.0f}", _each("lengths/{}/prefill_beside_read_ms", LENGTHS)),
     *(
-        (f"gaps between D's tokens, {label}, p50 / p99, ms", "{:.1f}", _each(f"gaps/{way}/{{}}_ms", ("p50", "p99")))
-        for way, label in ((ALONE, "alone"), (PULLS, "while it pulls and stores"), (LOADS, "while it loads"))
+        (f"D's tokens {way}, gaps p50/p99, ms", goal, "{:.1f}", _each(f"gaps/{name}/{{}}_ms", ("p50", "p99")))
+        for way, name, goal in (
+            ("alone", ALONE, ""),
+            ("beside pulls, stores", PULLS, "p99 ≤1.10 alone"),
+            ("beside loads", LOADS, "p99 ≤1.10 alone"),
+        )
     ),
 )  # fmt: skip
 
 
 def measured() -> str:
-    """Return the table, or, before the first card, what will be in it."""
+    """Return the table. Before the first card, its one column of figures says what fills it."""
     results = [record.read(path.stem) for path in sorted(record.RESULTS.glob("cuda-*.json"))]
-    if not results:
-        return NO_CARD
-    figures = [result["figures"] for result in results]
-    lines = [["what", *map(_head, results)], ["---"] * (len(results) + 1)]
-    lines += [[what, *(_cell(each, form, places) for each in figures)] for what, form, places in ROWS]
+    figures = [result["figures"] for result in results] or [{}]
+    lines = [["what", "goal", *(map(_head, results) if results else (NO_CARD,))], ["---"] * (len(figures) + 2)]
+    lines += [[what, goal, *(_cell(each, form, places) for each in figures)] for what, goal, form, places in ROWS]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
