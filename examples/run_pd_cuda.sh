@@ -8,6 +8,8 @@
 #
 # Environment variables of this script; run_pd.sh, below, has the others:
 #   PREFILL_DEVICES=0 DECODE_DEVICES=1   CUDA_VISIBLE_DEVICES of P and of D
+#   PD_CONNECTOR_SECRET                  of both; a random one if it is not set and CONNECTOR_CONFIG names no secret_file.
+#                                        With it, D copies from P's GPU (CUDA IPC) where it can
 
 set -euo pipefail
 # shellcheck source=run_pd.sh
@@ -18,4 +20,7 @@ decode_env=(CUDA_VISIBLE_DEVICES="${DECODE_DEVICES:-1}")
 vllm=(vllm serve)
 modules=()
 extra=cuda
+# Exported, so that no command line shows it.
+[[ -v PD_CONNECTOR_SECRET || $CONNECTOR_CONFIG == *'"secret_file"'* ]] ||
+    export PD_CONNECTOR_SECRET=$(head -c 32 /dev/urandom | base64)
 run_pd "$@"

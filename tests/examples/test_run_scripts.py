@@ -18,6 +18,7 @@ import pytest
 
 from examples.quickstart.metrics import scrape
 from examples.quickstart.servers import free_ports
+from pd_connector.secret import load_keys
 from tests.support.examples.run_scripts import PLATFORMS, Machine, Run
 from tests.support.sources import ROOT
 from tests.support.waiting import until
@@ -251,6 +252,31 @@ def test_all_three_serve_and_ctrl_c_ends_them(start: Start, machine: Machine, pl
     assert run.press(signal.SIGINT) == 130
     assert run.processes() == []
     assert [machine.log(leg).splitlines()[-1] for leg in ("prefill", "decode")] == ["tidied up"] * 2
+
+
+@pytest.mark.parametrize(
+    ("platform", "variables"),
+    [
+        ("cuda", {}),
+        slow("cuda", {"PD_CONNECTOR_SECRET": "a secret of somebody's"}),
+        slow("cuda", {"CONNECTOR_CONFIG": '{"secret_file": "/a/file"}'}),
+        slow("npu", {}),
+    ],
+    ids=str,
+)
+def test_servers_on_gpus_share_a_secret_with_which_d_copies_from_the_gpu_of_p(
+    start: Start, machine: Machine, monkeypatch: pytest.MonkeyPatch, platform: str, variables: dict[str, str]
+) -> None:
+    monkeypatch.delenv("PD_CONNECTOR_SECRET", raising=False)
+    run = start(platform, "model", **variables)
+    run.wait_until_all_serve()
+    given = {machine.seen(leg)["variables"].get("PD_CONNECTOR_SECRET") for leg in ("prefill", "decode")}
+    if (platform, variables) == ("cuda", {}):
+        (secret,) = given
+        assert load_keys(None, {"PD_CONNECTOR_SECRET": secret})
+        assert secret not in "".join(run.processes()) + run.output
+    else:
+        assert given == {variables.get("PD_CONNECTOR_SECRET")}
 
 
 @pytest.mark.parametrize(
