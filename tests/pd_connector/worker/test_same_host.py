@@ -116,6 +116,9 @@ def test_what_is_read_in_mapped_memory_waits_for_nothing_else_of_the_device(site
         ("open 201", "cuIpcOpenMemHandle_v2 answers 201 .*PID namespaces"),
         ("open 1", "cuIpcOpenMemHandle_v2 answers 1 .*not in this container"),
         ("open 205", "cuIpcOpenMemHandle_v2 answers 205 "),
+        ("open 217", "cuIpcOpenMemHandle_v2 answers 217 .*nvidia-smi topo"),
+        ("open 704", "cuIpcOpenMemHandle_v2 answers 704 .*its own access"),
+        ("no pinned memory", r"cuMemHostRegister refused \d+ bytes: 2 .*ulimit -l"),
         ("no handle", "it shares no memory"),
         ("garbage", "it is no address"),
         ("another boot", "it runs on another host"),
@@ -129,6 +132,8 @@ def test_what_does_not_work_is_read_the_first_way_with_the_reason_in_one_line(
     here = Neighbours(site, ProcessPlace("another boot", 7, 1) if fault == "another boot" else None)
     if fault.startswith("open"):
         here.ours.driver.open_error = int(fault.split()[1])
+    elif fault == "no pinned memory":
+        here.ours.driver.pin_error = 2
     elif fault == "dead":
         here.theirs.driver.devices.die(here.theirs.driver)
     elif fault == "restarted":

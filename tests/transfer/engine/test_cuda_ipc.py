@@ -82,6 +82,9 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
         (1, "1 CUDA_ERROR_INVALID_VALUE: the memory comes from cuMemCreate .* or its GPU is not in this container"),
         (201, "201 CUDA_ERROR_INVALID_CONTEXT: .*PID namespaces"),
         (205, "205 .*dynamic resource allocation"),
+        (217, "217 .*nvidia-smi topo -p2p r"),
+        (704, "704 .*its own access to that GPU"),
+        (711, "711 .*too many GPUs"),
         (801, "801 .*MIG"),
     ],
 )

@@ -98,5 +98,8 @@ IPC_ADVICE: dict[int, str] = {
     1: "the memory comes from cuMemCreate (sleep mode, expandable segments), or its GPU is not in this container",
     201: "the two processes are in PID namespaces that cannot share memory: run both with the host's (hostPID)",
     205: "seen under Kubernetes' dynamic resource allocation",
+    217: "the two GPUs cannot reach each other's memory (nvidia-smi topo -p2p r)",
+    704: "other code of this process has opened its own access to that GPU",
+    711: "too many GPUs have access to that one already",
     801: "this device shares no memory between processes (MIG, vGPU, confidential computing)",
 }

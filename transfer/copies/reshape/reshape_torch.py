@@ -23,6 +23,7 @@ Tested with CPU tensors, on a simulated Ascend device with its operators replace
 host. Not run on hardware.
 """
 
+import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -36,6 +37,8 @@ from layout.geometry import Region
 from transfer.copies.reshape.device_views import DeviceViews
 from transfer.copies.reshape.rows import RowNumbers, Rows, Runs, follow_each_other, stretches, widest_rows
 from transfer.copies.reshape.storages import StorageTable
+
+logger = logging.getLogger(__name__)
 
 #: A run of at least this size is copied by its own call.
 LARGE_BYTES = 1 << 20
@@ -59,6 +62,7 @@ class SideStream:
         self._device = device
         self._module: Any = None
         self._stream: Any = None
+        self._has_warned = False
         if device.type != "cpu":
             self._module = torch.get_device_module(device)
             self._stream = self._module.Stream(device)
@@ -86,7 +90,16 @@ class SideStream:
         if self._module is None:
             return memory
         # From pinned memory, because from other memory the calling thread would wait for the stream.
-        return memory.pin_memory().to(self._device, non_blocking=True)
+        try:
+            memory = memory.pin_memory()
+        except RuntimeError as error:  # of the device's library
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    "PDConnector: reshapes on %s are slower: no memory can be pinned: %s", self._device, error
+                )
+            return memory.to(self._device)
+        return memory.to(self._device, non_blocking=True)
 
 
 class TensorCopier:

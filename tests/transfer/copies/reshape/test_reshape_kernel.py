@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock, Mock
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from pd_connector.worker import remote_reader
 from tests.support.devices.kernel_devices import KERNEL_DEVICES, compiled_kernel, kernel_marks, kernel_on, triton
 from tests.support.devices.run_batches import Batch, batches, copies_of
 from tests.support.memory import Bytes, noise
-from transfer.copies.reshape import reshape_kernel
+from transfer.copies.reshape import reshape_kernel, reshape_torch
 from transfer.copies.reshape.reshape_kernel import (
     _RUN_WORDS,
     _TILE_WORDS,
@@ -30,6 +31,7 @@ from transfer.copies.reshape.reshape_kernel import (
     KernelCopier,
     KernelUnusable,
 )
+from transfer.copies.reshape.reshape_torch import SideStream, TensorCopier
 
 pytestmark = kernel_marks
 
@@ -53,6 +55,14 @@ class Launches:
             self.kernel[grid](*arguments, **options)
 
         return launch
+
+
+class StreamOfADevice(SideStream):
+    """Has a stream on the CPU, too, where otherwise nothing needs to be brought to a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._module, self._stream = self._module or MagicMock(), self._stream or MagicMock()
 
 
 class OnDevice:
@@ -158,6 +168,22 @@ def test_nothing_is_copied_if_a_run_leaves_the_storages(
         copier(copies_of([right, wrong]))
     assert not launches.options
     assert not target.content.any()
+
+
+@pytest.mark.parametrize("copier", [KernelCopier, TensorCopier])
+def test_lists_of_runs_arrive_if_no_memory_can_be_pinned(
+    device: torch.device, copier: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.Tensor, "pin_memory", Mock(side_effect=RuntimeError("CUDA error: out of memory")))
+    for module in (reshape_kernel, reshape_torch):
+        monkeypatch.setattr(module, "SideStream", StreamOfADevice)
+    source, target = OnDevice(noise(64 * 512), device), OnDevice(np.zeros(64 * 512, np.uint8), device)
+    copy = copier([source.tensor, target.tensor])
+    for _ in range(2):
+        copy(copies_of([(target.address + 512 * n, source.address + 512 * (63 - n), 512) for n in range(64)]))
+    np.testing.assert_array_equal(target.content.reshape(64, 512), source.content.reshape(64, 512)[::-1])
+    (said,) = caplog.messages
+    assert "are slower: no memory can be pinned: CUDA error: out of memory" in said
 
 
 def test_nothing_is_launched_for_nothing(device: torch.device) -> None:
