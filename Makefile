@@ -139,12 +139,20 @@ test-versions: $(STAMPS)/installed $(RELEASES:%=$(RELEASE_ENV)%/installed) $(UNB
 
 # The modules whose tests need a CUDA device: each has a process, and so a CUDA context, of its own.
 ON_DEVICE = $(shell grep -rlE --include='test_*.py' 'pytest\.mark\.cuda|KERNEL_DEVICES' tests/transfer tests/pd_connector)
+# Where it is installed (CUDA's toolkit has it), the kernels' tests run under it as well. It sees the ends of tensors only
+# if each is an allocation of its own.
+SANITIZER = $(shell command -v compute-sanitizer)
+SANITIZED := tests/transfer/copies/reshape/test_reshape_kernel.py tests/pd_connector/worker/test_kernel_pulls.py
+sanitized = PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --error-exitcode 9
 
 test-cuda: $(CUDA_INSTALLED) | gpu  ## tests that need one CUDA GPU, and real servers on it, in .venv-cuda
 	@failed=; \
 	for module in $(if $(PD_CONNECTOR_CUDA_ON_CPU),,$(ON_DEVICE)); do \
 		$(CUDA)/bin/python -m pytest -o filterwarnings=default -m 'cuda and not e2e' $$module $(ARGS) || \
 			$(OTHERS_CHOSEN) || failed+=" $$module"; done; \
+	for module in $(if $(PD_CONNECTOR_CUDA_ON_CPU),,$(if $(SANITIZER),$(SANITIZED))); do \
+		$(sanitized) $(CUDA)/bin/python -m pytest -o filterwarnings=default -m 'cuda and not e2e' $$module $(ARGS) || \
+			$(OTHERS_CHOSEN) || failed+=" compute-sanitizer $$module"; done; \
 	PD_CONNECTOR_START_TIMEOUT_S=$${PD_CONNECTOR_START_TIMEOUT_S:-600} \
 		$(CUDA)/bin/python -m pytest -o filterwarnings=default --timeout 1500 tests/cuda $(ARGS) || $(OTHERS_CHOSEN) || failed+=' tests/cuda'; \
 	[ -z "$$failed" ] || { echo "Failed:$$failed" >&2; exit 1; }

@@ -1,5 +1,6 @@
 """What ``make test-cuda`` says on a machine that cannot run it, before it installs anything."""
 
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -95,6 +96,23 @@ def test_make_stops_before_it_installs(tmp_path: Path, target: str, monkeypatch:
     assert ran.stdout == ""
     assert ran.stderr.startswith("no GPU: nvidia-smi says 'No devices were found'")
     assert not (tmp_path / "environment").exists()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.skipif(shutil.which("compute-sanitizer") is not None, reason="it is installed")
+@pytest.mark.parametrize("is_there", [True, False])
+def test_the_kernels_are_tested_under_compute_sanitizer_where_there_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_there: bool
+) -> None:
+    program = tmp_path / "compute-sanitizer"
+    if is_there:
+        program.write_text("#!/bin/sh\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    said = make(tmp_path / "environment", "-n", "test-cuda").stdout
+    modules = "tests/transfer/copies/reshape/test_reshape_kernel.py tests/pd_connector/worker/test_kernel_pulls.py"
+    assert (f"for module in {modules}; do" in said) == is_there
+    assert (f"PYTORCH_NO_CUDA_MEMORY_CACHING=1 {program} --error-exitcode 9 " in said) == is_there
 
 
 @pytest.mark.usefixtures("alone")

@@ -137,6 +137,7 @@ The connector (``pd_connector/``):
     connector.landing       a decode worker's host memory, into which it really pulls
     connector.moving        prefill engines whose leases lie in host memory, byte by byte
     connector.nhd_pulls     pulls between NHD caches through the real reader and copier, their operators counted
+    connector.staged_ranks  ranks of the oracles that read through staging and by the kernel, on its devices
     connector.first_pull    the first staged pull of a new process: what was not ready for it
     connector.vllm_calls    the calls that vLLM makes in a step, in the form of the installed release
     connector.vllm_engine   both sides of one engine's ``PDConnector``, called as vLLM calls them

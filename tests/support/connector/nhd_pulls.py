@@ -39,10 +39,17 @@ class Operators(TorchDispatchMode):  # type: ignore[misc]  # torch is not follow
 
 
 class LocalWire(Link):
-    """Stands for a transfer engine whose peer is this process. ``before`` is called with each batch."""
+    """Stands for a transfer engine whose peer is this process.
 
-    def __init__(self, before: Callable[[Copies], object] = lambda copies: None) -> None:
-        self._before = before
+    ``before`` is called with each batch; ``copy`` copies as ``ctypes.memmove`` does.
+    """
+
+    def __init__(
+        self,
+        before: Callable[[Copies], object] = lambda copies: None,
+        copy: Callable[..., object] = ctypes.memmove,
+    ) -> None:
+        self._before, self._copy = before, copy
         self.batches: list[Copies] = []
 
     def read(self, copies: Copies, timeout_s: float, later_bytes: int = 0, given_up: GivenUp = never) -> None:
@@ -50,7 +57,7 @@ class LocalWire(Link):
         self.batches.append(copies)
         columns = (column.tolist() for column in (copies.destinations, copies.sources, copies.sizes))
         for to, start, size in zip(*columns, strict=True):
-            ctypes.memmove(to, start, size)
+            self._copy(ctypes.c_void_p(to), ctypes.c_void_p(start), ctypes.c_size_t(size))
 
     def prove(self, timeout_s: float) -> None:
         """It is known whose bytes these are."""
@@ -86,7 +93,13 @@ class Tables:
 
 
 def pull_nhd(
-    reader: RemoteReader, local: NhdRank, remotes: Sequence[NhdRank], tables: Tables, *, check: bool = True
+    reader: RemoteReader,
+    local: NhdRank,
+    remotes: Sequence[NhdRank],
+    tables: Tables,
+    wire: LocalWire | None = None,
+    *,
+    check: bool = True,
 ) -> list[RankRead]:
     """Read from all ranks, one after the other, counting the operators of each window, and check every byte."""
     ours, theirs = local.geometry(), [remote.geometry() for remote in remotes]
@@ -106,7 +119,8 @@ def pull_nhd(
 
         reader._copy = counting
         with reader.planned(copies, RegionTable(theirs[rank].regions)) as schedule:
-            reader.carry_out(LocalWire(), schedule, 60.0)
+            reader.carry_out(wire or LocalWire(), schedule, 60.0)
+        reader.land()
         reader._copy = copy
         reads.append(RankRead(schedule, counted))
     if check:

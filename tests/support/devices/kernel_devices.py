@@ -55,8 +55,8 @@ def kernel_on(device: str) -> Iterator[torch.device]:
 
 
 @contextmanager
-def kernel_for_cpu() -> Iterator[None]:
-    """Have pulls take the CPU for a device with a kernel inside the ``with`` block."""
-    with pytest.MonkeyPatch.context() as patch, kernel_on("cpu"):
-        patch.setattr(remote_reader, "_has_kernel", lambda device: True)
-        yield
+def pulls_by_kernel(device: str) -> Iterator[torch.device]:
+    """Have pulls on a device, also on the CPU, be reshaped by the kernel inside the ``with`` block."""
+    with pytest.MonkeyPatch.context() as patch, kernel_on(device) as found:
+        patch.setattr(remote_reader, "_has_kernel", lambda _: True)
+        yield found
