@@ -32,6 +32,7 @@ Transfer engines (``transfer/engine``):
     engine.in_process       a transfer engine in one process, which moves real bytes and fails where it is told to
     engine.pairs            engines of every kind, and a reader and a peer of one kind
     engine.ipc_engines      engines for peers on one host, on fake CUDA drivers that share their memory
+    engine.sharing_processes  processes that share device memory, on a GPU or a fake driver, until they are killed
     engine.peer_process     a Mooncake peer in a process of its own, to be stopped, killed and continued
     engine.strange_peers    peers of Mooncake that are not what they seem: silent, or on the port of another
 
@@ -49,7 +50,7 @@ The pool (``transfer/store``):
 
 Devices (``transfer/copies/batch``, ``tests/npu_sim``):
     devices.fake_cuda       a CUDA driver in Python
-    devices.shared_devices  device memory that several of these drivers share by handles
+    devices.shared_devices  device memory that several of these drivers share by handles, also those of other processes
     devices.cuda_worker     a rank's caches, its model's stream and its copies to host memory, on that driver
     devices.ascend_runner   a model runner that allocates KV caches as vllm-ascend's does
     devices.npu_simulator   builds and loads the simulated ACL runtime, whose sources are in devices/npu_runtime

@@ -19,7 +19,7 @@ from typing import Any, cast
 import numpy as np
 
 from layout.geometry import Region
-from tests.support.devices.shared_devices import SharedDevices, bytes_at, mapped_again
+from tests.support.devices.shared_devices import SharedDevices, bytes_at
 from tests.support.memory import Bytes
 from tests.support.waiting import WAIT_S
 from transfer.copies.batch.base import Direction
@@ -262,15 +262,14 @@ class FakeCuda:
 
     def _open_handle(self, answer: int, handle: IpcHandle, flags: int) -> int:
         asked = bytes(handle.reserved)
-        owner, memory = self.devices.shared.get(asked, (None, None))
-        if self.open_error or threading.get_ident() not in self.threads or owner is self:
+        if self.open_error or threading.get_ident() not in self.threads or self.devices.is_of(self, asked):
             return self.open_error or INVALID_CONTEXT
-        if memory is None or flags != 1:
-            return INVALID_VALUE
         here = next((at for at, (known, _) in self.opened.items() if known == asked), None)
         if here is None:
-            self._device.append(mapped_again(memory))
-            here = self._device[-1].ctypes.data
+            if flags != 1 or (memory := self.devices.opened(asked)) is None:
+                return INVALID_VALUE
+            self._device.append(memory)
+            here = memory.ctypes.data
         self.opened[here] = asked, self.opened.get(here, (asked, 0))[1] + 1
         ctypes.c_uint64.from_address(answer).value = here
         return SUCCESS
