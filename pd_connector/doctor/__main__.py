@@ -18,6 +18,7 @@ from pd_connector.doctor.listener import Listener, serve_apart
 from pd_connector.doctor.machine import Machine
 from pd_connector.doctor.peer_check import LEAST_TOKENS, PeerCheck
 from pd_connector.doctor.pool_check import PoolCheck
+from pd_connector.doctor.same_host import SameHost, has_gpu
 from pd_connector.doctor.software import Software, installed
 from transfer.control.failures import ControlStartError
 from transfer.engine.interface import EngineStartError
@@ -76,6 +77,8 @@ def _examine(report: Examination, config: ConnectorConfig, *, by_auto: bool) -> 
     for name, check in (*Software().checks, *Machine(config, by_auto=by_auto).checks):
         report.run(name, check)
     report.run("transfer engine", lambda: _transfer_engine(config))
+    if has_gpu():
+        report.run("same host", SameHost(config, by_auto=by_auto).check)
     if installed("torch-npu") and report.run("npu", npu.device).outcome is Outcome.OK:
         for name, check in npu.CHECKS:
             report.run(name, check)

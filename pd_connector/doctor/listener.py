@@ -12,14 +12,15 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -181,10 +182,25 @@ def _ascend_engine(config: ConnectorConfig) -> TransferEngine:
     return open_engine(config, is_read=True)
 
 
-def _serve(parent: Connection, config: ConnectorConfig) -> None:
+class Served(Protocol):
+    """What a process of its own holds for another one to find."""
+
+    @property
+    def address(self) -> str:
+        """Where it is."""
+
+    def close(self) -> None:
+        """End it."""
+
+
+def _start(config: ConnectorConfig) -> Served:
+    return _ascend_engine(config) if config.protocol == "ascend" else Listener(config, 0)
+
+
+def _serve(parent: Connection, start: Callable[[], Served]) -> None:
     """Serve in this process until the other end of ``parent`` closes."""
     try:
-        served = _ascend_engine(config) if config.protocol == "ascend" else Listener(config, 0)
+        served = start()
     except Exception as error:  # whatever it is, the parent has to say it
         parent.send(f"{type(error).__name__}: {error}")
         return
@@ -202,10 +218,20 @@ def serve_apart(config: ConnectorConfig) -> Iterator[str]:
     Raises:
         CheckFailed: it does not start.
     """
+    with serving_apart(partial(_start, config.model_copy(update={"port": 0})), config.protocol) as address:
+        yield address
+
+
+@contextmanager
+def serving_apart(start: Callable[[], Served], what: str) -> Iterator[str]:
+    """Yield the address of what ``start`` returns in a process of its own.
+
+    Raises:
+        CheckFailed: it does not start; the message names ``what``.
+    """
     context = get_context("spawn")
     ours, theirs = context.Pipe()
-    config = config.model_copy(update={"port": 0})
-    process = context.Process(target=_serve, args=(theirs, config), name="pd-doctor-listener")
+    process = context.Process(target=_serve, args=(theirs, start), name="pd-doctor-listener")
     process.start()
     theirs.close()
     try:
@@ -214,7 +240,7 @@ def serve_apart(config: ConnectorConfig) -> Iterator[str]:
         except EOFError:
             said = "its process has ended without a word: the library crashed"
         if not isinstance(said, dict):
-            raise CheckFailed(f"{config.protocol} does not start: {said}")
+            raise CheckFailed(f"{what} does not start: {said}")
         yield said["address"]
     finally:
         ours.close()

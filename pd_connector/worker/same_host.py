@@ -86,15 +86,24 @@ def same_host_address(engine: TransferEngine | None) -> str:
     return address
 
 
+def second_way(*, is_read: bool) -> CudaIpcEngine:
+    """Return the engine for peers on this host, on the CUDA device of the calling thread.
+
+    Raises:
+        CopierStartError, EngineStartError, MemoryError: it cannot be used here.
+    """
+    device = torch.device("cuda", torch.cuda.current_device())
+    identities = DeviceIdentityMemory(mmap.PAGESIZE, device) if is_read else None
+    return CudaIpcEngine(CudaRuntime.load(), partial(DeviceStream, "cuda", device.index), identities)
+
+
 def with_second_way(engine: TransferEngine, *, is_read: bool) -> TransferEngine:
     """Return an engine that also reads peers on this host, on the CUDA device of the calling thread.
 
     Returns ``engine`` itself, and logs why, if that cannot be.
     """
     try:
-        device = torch.device("cuda", torch.cuda.current_device())
-        identities = DeviceIdentityMemory(mmap.PAGESIZE, device) if is_read else None
-        second = CudaIpcEngine(CudaRuntime.load(), partial(DeviceStream, "cuda", device.index), identities)
+        second = second_way(is_read=is_read)
     except (CopierStartError, EngineStartError, MemoryError) as error:
         logger.warning("PDConnector: peers on this host are read as others are, not over CUDA IPC: %s", error)
         return engine
