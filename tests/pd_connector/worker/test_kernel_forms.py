@@ -50,21 +50,21 @@ def staged(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_states_are_in_place(name: str, sizes: tuple[int, int], staged: list[int], monkeypatch: Any) -> None:
     remote, local = sizes
     pull_states(MODELS[name], StateLayout(tp=local), StateLayout(tp=remote), monkeypatch)
-    assert all(staged), staged
+    assert min(staged) > 0, staged
 
 
 @pytest.mark.parametrize("layouts", [("LBNHC", "BLHNC"), ("BHLNC", "LBNHC")], ids="-".join)
 def test_both_parts_of_mla_are_in_place(layouts: tuple[str, str], staged: list[int]) -> None:
     remote, local = (Engine(layout, "apart", blocks=12) for layout in layouts)
     pull(Model(1, (8, 1), 2, ((0, 1, 2),), (0,)), local, remote, plain(150, local, remote, "fragmented"))
-    assert all(staged), staged
+    assert min(staged) > 0, staged
 
 
 @pytest.mark.parametrize("remote_tp", [1, 2])
 def test_compressed_rows_are_in_place(remote_tp: int, staged: list[int]) -> None:
     remote, local = Engine("LBNHC", tp=remote_tp, blocks=12), Engine("BLHNC", blocks=12)
     pull_rows(Model(2, (3, 5), 2, ((0, 1, 2),), (0,)), (local, remote), plain(150, local, remote, "fragmented"), 4, 3)
-    assert all(staged), staged
+    assert min(staged) > 0, staged
 
 
 @every_layout_pair
@@ -75,7 +75,7 @@ def test_blocks_of_unequal_sizes_in_every_pair_of_layouts(here: str, there: str,
         local = Engine(here, block_tokens=tokens, blocks=-(-130 // tokens) + 1)
         remote = Engine(there, tp=2, block_tokens=others, blocks=-(-130 // others) + 1)
         pull(model, local, remote, plain(130, local, remote, "fragmented"))
-    assert any(staged), staged
+    assert min(staged) > 0, staged
 
 
 @every_layout_pair
@@ -86,7 +86,7 @@ def test_sizes_of_which_neither_divides_the_other_in_every_pair_of_layouts(
     for local_tp, remote_tp in ((2, 3), (6, 4)):
         local, remote = Engine(here, tp=local_tp, blocks=3), Engine(there, tp=remote_tp, blocks=3)
         pull(model, local, remote, plain(20, local, remote, "descending"))
-    assert any(staged), staged
+    assert min(staged) > 0, staged
 
 
 @pytest.mark.thorough
@@ -97,7 +97,7 @@ def test_pipeline_stages(local_pp: int, remote_pp: int, staged: list[int]) -> No
     for number, (here, there) in enumerate(product(("LBNHC", "BHLNC"), repeat=2)):
         local, remote = Engine(here, tp=1 + number % 2, pp=local_pp), Engine(there, tp=2, pp=remote_pp)
         pull(model, local, remote, plain(52, local, remote, "fragmented"))
-    assert any(staged), staged
+    assert min(staged) > 0, staged
 
 
 @pytest.mark.thorough
@@ -108,7 +108,7 @@ def test_packed_heads(here: str, there: str, staged: list[int]) -> None:
         local = Engine(here, "packed", tp=tp, block_tokens=tokens)
         remote = Engine(there, "packed", tp=3 - tp, block_tokens=tokens)
         pull(model, local, remote, plain(50, local, remote, "fragmented"))
-    assert any(staged), staged
+    assert min(staged) > 0, staged
 
 
 @pytest.mark.slow

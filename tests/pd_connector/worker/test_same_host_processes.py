@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from layout.geometry import Region
-from tests.support.engine.sharing_processes import Device, FakeGpu, Gpu, a_peer, region_of, sent
+from tests.support.engine.sharing_processes import FakeGpu, Gpu, SharingDevice, a_peer, region_of, sent
 from tests.support.memory import shuffled_copies
 from tests.support.waiting import WAIT_S, until
 from transfer.engine.cuda_ipc import CudaIpcEngine, CudaIpcLink
@@ -43,7 +43,7 @@ def read_gb_per_s(
 @pytest.mark.thorough
 @devices
 def test_another_process_is_read_in_mapped_memory_and_leaves_nothing_taken(
-    device: Device, capsys: pytest.CaptureFixture[str]
+    device: SharingDevice, capsys: pytest.CaptureFixture[str]
 ) -> None:
     destination = device.allocate(device.tensor_bytes)
     engine = device.engine(is_read=False)
@@ -94,7 +94,7 @@ class Reads(threading.Thread):
             self.failure = error
 
 
-def read_and_kill(device: Device, engine: CudaIpcEngine, destination: torch.Tensor, after_s: float) -> None:
+def read_and_kill(device: SharingDevice, engine: CudaIpcEngine, destination: torch.Tensor, after_s: float) -> None:
     """Kill a peer while all that it has is read; the link is abandoned as when the control connection ends."""
     with a_peer(device) as (process, address, regions):
         reads = Reads(engine.open(address, regions), destination, regions[1], sent(device, 1).to(destination.device))
@@ -115,7 +115,9 @@ def read_and_kill(device: Device, engine: CudaIpcEngine, destination: torch.Tens
 
 @pytest.mark.thorough
 @devices
-def test_a_peer_that_is_killed_in_the_middle_of_copies_costs_the_reader_no_byte_and_no_memory(device: Device) -> None:
+def test_a_peer_that_is_killed_in_the_middle_of_copies_costs_the_reader_no_byte_and_no_memory(
+    device: SharingDevice,
+) -> None:
     """At any moment; the next peer is read as the first one was."""
     destination = device.allocate(device.tensor_bytes)
     engine = device.engine(is_read=False)

@@ -24,7 +24,7 @@ from transfer.engine.cuda_ipc_address import ProcessPlace
 STARTS = (1 << 20, 100 << 20)
 
 
-class Device(Protocol):
+class SharingDevice(Protocol):
     """What a process has its memory on."""
 
     allocated_bytes: int
@@ -81,12 +81,12 @@ def region_of(tensor: torch.Tensor) -> Region:
     return Region(tensor.data_ptr(), tensor.nbytes)
 
 
-def sent(device: Device, number: int) -> torch.Tensor:
+def sent(device: SharingDevice, number: int) -> torch.Tensor:
     """What a peer has in one of its tensors."""
     return torch.from_numpy(noise(device.tensor_bytes, number))
 
 
-def _serve(device: Device, pipe: Connection) -> None:
+def _serve(device: SharingDevice, pipe: Connection) -> None:
     """Be the peer, until it is killed."""
     memory = device.allocate(device.allocated_bytes)
     tensors = [memory[start : start + device.tensor_bytes] for start in STARTS]
@@ -101,7 +101,7 @@ def _serve(device: Device, pipe: Connection) -> None:
 
 
 @contextmanager
-def a_peer(device: Device) -> Iterator[tuple[BaseProcess, str, list[Region]]]:
+def a_peer(device: SharingDevice) -> Iterator[tuple[BaseProcess, str, list[Region]]]:
     """The process, its engine's address, and its tensors."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])  # no process waits for imports, and none has a CUDA context before
