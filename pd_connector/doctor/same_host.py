@@ -46,7 +46,7 @@ class FirstGpus:
 
         cuda = importlib.import_module("torch").cuda
         cuda.set_device(0 if is_read else min(1, cuda.device_count() - 1))
-        return second_way(is_read=is_read)
+        return second_way(is_read=is_read, reads=not is_read)
 
     def allocate(self, size: int) -> Any:
         """See ``Gpus``."""

@@ -20,6 +20,7 @@ from pd_connector.worker.device_memory import DeviceIdentityMemory
 from transfer.copies.batch.base import CopierStartError
 from transfer.copies.batch.cuda import CudaRuntime
 from transfer.copies.batch.streams import DeviceStream
+from transfer.copies.reshape.reshape_kernel import KernelUnusable, RunKernel
 from transfer.engine.cuda_ipc import CudaIpcEngine, CudaIpcLink
 from transfer.engine.interface import EngineStartError, Link, ReadFailed, TransferEngine
 
@@ -86,28 +87,39 @@ def same_host_address(engine: TransferEngine | None) -> str:
     return address
 
 
-def second_way(*, is_read: bool) -> CudaIpcEngine:
+def second_way(*, is_read: bool, reads: bool) -> CudaIpcEngine:
     """Return the engine for peers on this host, on the CUDA device of the calling thread.
+
+    ``is_read``: they read this worker's memory; ``reads``: it reads theirs.
 
     Raises:
         CopierStartError, EngineStartError, MemoryError: it cannot be used here.
     """
     device = torch.device("cuda", torch.cuda.current_device())
     identities = DeviceIdentityMemory(mmap.PAGESIZE, device) if is_read else None
-    return CudaIpcEngine(CudaRuntime.load(), partial(DeviceStream, "cuda", device.index), identities)
+    open_stream = partial(DeviceStream, "cuda", device.index)
+    return CudaIpcEngine(CudaRuntime.load(), open_stream, identities, kernel=_kernel(device) if reads else None)
 
 
-def with_second_way(engine: TransferEngine, *, is_read: bool) -> TransferEngine:
-    """Return an engine that also reads peers on this host, on the CUDA device of the calling thread.
+def with_second_way(engine: TransferEngine, *, is_read: bool, reads: bool = True) -> TransferEngine:
+    """Return an engine for peers on this host, too, on the CUDA device of the calling thread.
 
-    Returns ``engine`` itself, and logs why, if that cannot be.
+    The arguments are those of ``second_way``. Returns ``engine`` itself, and logs why, if that cannot be.
     """
     try:
-        second = second_way(is_read=is_read)
+        second = second_way(is_read=is_read, reads=reads)
     except (CopierStartError, EngineStartError, MemoryError) as error:
         logger.warning("PDConnector: peers on this host are read as others are, not over CUDA IPC: %s", error)
         return engine
     return TwoWayEngine(engine, second)
+
+
+def _kernel(device: torch.device) -> RunKernel | None:
+    try:
+        return RunKernel(device)
+    except KernelUnusable as error:
+        logger.warning("PDConnector: the driver copies over CUDA IPC, which is slower than by a kernel: %s", error)
+        return None
 
 
 @dataclass

@@ -131,6 +131,7 @@ def open_engine(
     config: ConnectorConfig,
     *,
     is_read: bool,
+    reads: bool = True,
     connect_timeout_s: float = ENGINE_LIMITS.handshake_timeout_s,
     lend: LendEngine | None = None,
     has_secret: bool | None = None,
@@ -145,6 +146,7 @@ def open_engine(
 
     Args:
         is_read: whether peers read this worker's memory.
+        reads: whether it reads theirs.
         lend: as ``lender`` returns it.
         has_secret: whether the control channel is authenticated, so that handles of memory may be sent over it; None:
             there is no second way.
@@ -181,4 +183,4 @@ def open_engine(
     if not has_secret:
         logger.info("PDConnector: peers on this host are not read over CUDA IPC, which takes a secret (secret_file)")
         return engine
-    return with_second_way(engine, is_read=is_read)
+    return with_second_way(engine, is_read=is_read, reads=reads)

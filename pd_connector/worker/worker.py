@@ -97,6 +97,7 @@ class ConnectorWorker:
         self._make_engine = make_engine or partial(
             open_engine,
             is_read=self._role.is_read,
+            reads=self._role.reads,
             connect_timeout_s=limits.handshake_timeout_s,
             lend=lender(config),
             has_secret=self._keys is not None,
@@ -165,9 +166,8 @@ class ConnectorWorker:
         secret = self._keys.fingerprint if self._keys is not None else ""
         canary = canary_room(geometry) if self._tries_canaries else None
         how = arithmetic(self._vllm_config) if config.pool is not None else ""
-        self._announce(
-            WorkerHandshake(geometry, host_slots, host, canary, secret=secret, model=self._model, arithmetic=how)
-        )
+        made = WorkerHandshake(geometry, host_slots, host, canary, secret=secret, model=self._model, arithmetic=how)
+        self._announce(made)
 
     def unregister_caches(self) -> None:
         """Let go of the caches' memory, which is about to be unmapped: sleep mode. Idempotent.

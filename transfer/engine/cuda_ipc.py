@@ -29,8 +29,10 @@ from transfer.copies.batch.base import CopierStartError, CopyFailed, DeviceEvent
 from transfer.copies.batch.cuda import CudaRuntime, IpcRefused
 from transfer.copies.batch.device import DeviceBackend
 from transfer.copies.batch.streams import DeviceStream
+from transfer.copies.reshape.reshape_kernel import RunKernel
 from transfer.engine.batches import RegisteredMemory, check_copies
 from transfer.engine.cuda_ipc_address import Allocation, ExportedMemory, ProcessPlace, check_shares_host
+from transfer.engine.cuda_ipc_copies import MappedCopies
 from transfer.engine.identity import (
     NONCE_BYTES,
     HostIdentityMemory,
@@ -63,6 +65,7 @@ class CudaIpcEngine(TransferEngine):
         open_stream: Callable[[], DeviceStream],
         identities: IdentityMemory | None = None,
         here: ProcessPlace | None = None,
+        kernel: RunKernel | None = None,
     ) -> None:
         """Find out where this process runs, and on which device.
 
@@ -71,13 +74,16 @@ class CudaIpcEngine(TransferEngine):
             open_stream: returns a new stream of the device whose memory is registered.
             identities: a page of device memory, where peers find this engine's number; None: peers read nothing here.
             here: None for what the system says.
+            kernel: of the device, to copy what the driver copies slowly; None: the driver copies everything.
 
         Raises:
             EngineStartError: the driver does not name the device.
         """
         self.runtime = runtime
         self.here = here or ProcessPlace.here()
+        self.kernel = kernel
         self.memory = RegisteredMemory()
+        self.on_device = RegionTable(())  # what of it is device memory
         self.refusal = "" if identities is not None else "nobody reads this engine"
         self._open_stream = open_stream
         self.exports = identities is not None  # whether peers read this engine
@@ -119,13 +125,17 @@ class CudaIpcEngine(TransferEngine):
 
     def register(self, regions: Sequence[Region]) -> None:
         """See the contract. Host memory is registered for this engine's reads only. Call it with the device set."""
-        self.memory.add(regions, self._export if self.exports else lambda _: None)
+        self.memory.add(regions, self._take)
+
+    def _take(self, regions: Sequence[Region]) -> None:
+        of_device = [region for region in regions if self.runtime.is_device(region.address)]
+        self.on_device = RegionTable((*self.on_device.regions, *of_device))
+        if self.exports:
+            self._export(of_device)
 
     def _export(self, regions: Sequence[Region]) -> None:
-        """Get the handles of the allocations in which ``regions`` lie, as far as they are device memory."""
+        """Get the handles of the allocations in which ``regions`` of device memory lie."""
         for region in regions:
-            if not self.runtime.is_device(region.address):
-                continue
             try:
                 at = self.runtime.allocation(region.address)
                 if region.end > at.end:
@@ -296,7 +306,8 @@ class CudaIpcLink(Link):
         self._place = exported.place
         self._identity = identity
         self.stream = stream
-        self._backend = DeviceBackend(engine.runtime, stream, Direction.PEER_TO_DEVICE)
+        batches = DeviceBackend(engine.runtime, stream, Direction.PEER_TO_DEVICE)
+        self._copies = MappedCopies(batches, engine.kernel, stream, is_between_devices=self.is_between_devices)
         self._mapped_at: Int64Array | None = None  # shape [allocations]; None: nothing is mapped
         self._scratch: PinnedMemory | None = None  # for the peer's number
         self._busy = threading.Lock()  # held while it reads, and by ``close``
@@ -375,10 +386,10 @@ class CudaIpcLink(Link):
             ReadFailed: see the contract.
         """
         mapped = Copies(copies.destinations, self._here(copies), copies.sizes)
-        self._backend.enter_thread()
+        self._copies.enter_thread()
         deadline = time.monotonic() + timeout_s
         try:
-            end = self._backend.start(mapped, None)
+            end = self._copies.start(mapped, self._engine.on_device)
         except CopyFailed as failure:
             if not failure.settled:
                 self._leave(None)

@@ -5,11 +5,11 @@ Real control channel, real leases, real bytes; the driver is a fake, and the fir
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -41,6 +41,7 @@ from tests.support.waiting import until
 from transfer.control.messages import Place
 from transfer.copies.batch.base import CopierStartError
 from transfer.copies.batch.cuda import CudaRuntime
+from transfer.copies.reshape.reshape_kernel import KernelUnusable
 from transfer.engine import cuda_ipc
 from transfer.engine.cuda_ipc import CudaIpcLink
 from transfer.engine.cuda_ipc_address import ExportedMemory, ProcessPlace
@@ -356,3 +357,29 @@ def raises(error: Exception) -> Callable[[], object]:
         raise error
 
     return fail
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mock]:
+    """The engine for peers on the same host, as it is made on a device."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(CudaRuntime, "load", lambda: "driver")
+    with patch.object(same_host, "CudaIpcEngine") as made:
+        yield made
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_whoever_reads_has_a_kernel_of_its_device(made: Mock, monkeypatch: pytest.MonkeyPatch, reads: bool) -> None:
+    monkeypatch.setattr(same_host, "RunKernel", lambda device: f"kernel of {device}")
+    with_second_way(Mock(), is_read=False, reads=reads)
+    assert made.call_args.kwargs["kernel"] == ("kernel of cuda:3" if reads else None)
+
+
+def test_without_a_kernel_the_driver_copies_and_the_log_says_why(
+    made: Mock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(same_host, "RunKernel", Mock(side_effect=KernelUnusable("no C compiler")))
+    assert isinstance(with_second_way(Mock(), is_read=False), TwoWayEngine)
+    assert made.call_args.kwargs["kernel"] is None
+    (line,) = caplog.messages
+    assert "the driver copies over CUDA IPC, which is slower than by a kernel: no C compiler" in line

@@ -140,10 +140,10 @@ def test_peers_on_the_same_host_have_a_second_way_on_cuda_with_a_secret_unless_a
     monkeypatch.setattr(transfer_engine, "device_type", lambda: device)
     monkeypatch.setattr(transfer_engine, "default_protocol", lambda: "tcp")
     monkeypatch.setattr(transfer_engine, "MooncakeEngine", lambda *_: "one way")
-    monkeypatch.setattr(transfer_engine, "with_second_way", lambda engine, *, is_read: (engine, is_read))
+    monkeypatch.setattr(transfer_engine, "with_second_way", lambda engine, **roles: (engine, roles))
     config = parse_config({"host": "127.0.0.1", "protocol": protocol})
-    opened: object = transfer_engine.open_engine(config, is_read=True, has_secret=has_secret)
-    assert opened == (("one way", True) if ways == 2 else "one way")
+    opened: object = transfer_engine.open_engine(config, is_read=True, reads=False, has_secret=has_secret)
+    assert opened == (("one way", {"is_read": True, "reads": False}) if ways == 2 else "one way")
     assert ("which takes a secret (secret_file)" in caplog.text) == (device == "cuda" and has_secret is False)
 
 

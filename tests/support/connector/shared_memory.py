@@ -12,16 +12,24 @@ from pd_connector.worker.session import PeerSession
 from tests.support.connector.engines import OURS, THEIRS, Blocks, Site, an_order
 from tests.support.devices.shared_devices import SharedDevices
 from tests.support.engine.ipc_engines import FakeIpcEngine
+from transfer.copies.reshape.reshape_kernel import RunKernel
 from transfer.engine.cuda_ipc_address import ProcessPlace
 
 
 class Neighbours:
     """A prefill engine and a decode worker, and their engines for processes of the same host."""
 
-    def __init__(self, site: Site, here: ProcessPlace | None = None, gpu: int = 1, **options: Any) -> None:
+    def __init__(
+        self,
+        site: Site,
+        here: ProcessPlace | None = None,
+        gpu: int = 1,
+        kernel: RunKernel | None = None,
+        **options: Any,
+    ) -> None:
         """``here``: where the decode worker runs, if not on the same host. ``options``: of the prefill engine.
 
-        ``gpu``: the decode worker's; the prefill engine has 0.
+        ``gpu``: the decode worker's; the prefill engine has 0. ``kernel``: what copies; None: the driver.
         """
         devices = SharedDevices()
         self._site = site
@@ -30,7 +38,7 @@ class Neighbours:
         regions = self.worker.rank.geometry.regions
         self.worker.reads = RemoteReader(CostModel.of_protocol("tcp"), regions)  # compiles before there are leases
         self.theirs = site.add(FakeIpcEngine(devices))
-        self.ours = site.add(FakeIpcEngine(devices, here, is_read=False, gpu=gpu))
+        self.ours = site.add(FakeIpcEngine(devices, here, is_read=False, gpu=gpu, kernel=kernel))
         self.theirs.register(self.prefill.ranks[0].geometry.regions)
         self.ours.register(regions)
         self.engine = TwoWayEngine(self.worker.engine, self.ours)

@@ -89,6 +89,14 @@ class FakeStream(DeviceStream):
         self._asked = []
         return self.raw
 
+    def run(self, submit: Callable[[], None]) -> None:
+        """What ``submit`` gives to the stream begins when the stream gets there."""
+        if self._driver.takes_kernels == self._driver.launches:
+            raise RuntimeError("CUDA error: too many resources requested for launch")
+        self._driver.launches += 1
+        self._driver.in_flight += 1
+        self._asked.append(partial(self._driver.compute, submit))
+
     def wait_event(self, event: Any) -> None:
         self._asked.append(event.synchronize)
 
@@ -127,7 +135,9 @@ class FakeCuda:
         self.sticky = SUCCESS  # else the error with which a kernel has ended this context
         self.open_error = SUCCESS  # of handles of other processes
         self.has_handles = True  # its own memory comes from cuMemAlloc
-        self.in_flight = 0  # copies
+        self.launches = 0  # of kernels
+        self.takes_kernels: int | None = None  # until so many launches
+        self.in_flight = 0  # copies and kernels
         self.unmapped_in_use = 0  # times that memory was unmapped while copies were in flight
         self.opened: dict[int, tuple[bytes, int]] = {}  # by address here: the handle, and how often it is open
         self.running = threading.Event()  # cleared: streams stand still
@@ -143,6 +153,12 @@ class FakeCuda:
         self._device: list[Bytes] = []
         self._pinned: dict[int, int] = {}
         self._define(has_batches)
+
+    def compute(self, kernel: Callable[[], None]) -> None:
+        """Have a kernel run to its end. In a context that has failed, none does."""
+        if not self.sticky:
+            kernel()
+        self.in_flight -= 1
 
     def device_memory(self, size: int) -> Bytes:
         """Memory of the device. Tests look into it when the streams stand still or are done."""

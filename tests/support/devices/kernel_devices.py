@@ -4,7 +4,8 @@ A module that imports this needs Triton.
 """
 
 import importlib.util
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +16,7 @@ from pd_connector.worker import remote_reader
 
 triton: Any = pytest.importorskip("triton")
 from transfer.copies.reshape import run_kernel  # noqa: E402  needs Triton
+from transfer.copies.reshape.reshape_kernel import RunKernel  # noqa: E402
 
 #: The kernel as it is defined, for Triton to compile.
 compiled_kernel: Any = run_kernel.copy_runs
@@ -35,6 +37,20 @@ kernel_marks = [
 ]
 
 
+class _OneAtATime:
+    """The interpreter keeps its place in the kernel for all threads together."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel, self._lock = kernel, threading.Lock()
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*arguments: Any, **options: Any) -> None:
+            with self._lock:
+                self._kernel[grid](*arguments, **options)
+
+        return launch
+
+
 def _interpreted() -> Any:
     """The kernel as the interpreter runs it: Triton decides that where a kernel is defined, so it is defined again."""
     spec: Any = run_kernel.__spec__
@@ -42,7 +58,13 @@ def _interpreted() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton.knobs.runtime, "interpret", True)
         spec.loader.exec_module(again)
-    return again.copy_runs
+    return _OneAtATime(again.copy_runs)
+
+
+def interpreted_kernel() -> RunKernel:
+    """The kernel for whatever copies between addresses of this process."""
+    with kernel_on("cpu") as device:
+        return RunKernel(device)
 
 
 @contextmanager

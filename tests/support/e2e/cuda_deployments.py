@@ -32,6 +32,8 @@ TOGETHER = "keeps all layers of a block together"
 FALLBACKS = (
     "cross-layer KV blocks are off",
     "caches are reshaped by operators",
+    "the driver copies over CUDA IPC",
+    "the driver copies from mapped memory",
     "the installed library has no",
     "is not supported by this driver or chip",
 )

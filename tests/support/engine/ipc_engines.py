@@ -4,12 +4,14 @@ import ctypes
 import itertools
 import mmap
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import cast
 
 from layout.geometry import Region
 from tests.support.devices.fake_cuda import FakeCuda, FakeStream
 from tests.support.devices.shared_devices import SharedDevices
 from transfer.copies.batch.cuda import CudaRuntime
+from transfer.copies.reshape.reshape_kernel import RunKernel
 from transfer.engine.cuda_ipc import CudaIpcEngine
 from transfer.engine.cuda_ipc_address import ProcessPlace
 from transfer.engine.identity import HostIdentityMemory
@@ -28,6 +30,7 @@ class FakeIpcEngine(CudaIpcEngine):
         is_read: bool = True,
         has_batches: bool = True,
         gpu: int = 0,
+        kernel: RunKernel | None = None,
     ) -> None:
         self.driver = FakeCuda(devices=devices, has_batches=has_batches)
         self.driver.uuid = bytes([gpu]) * 16
@@ -35,7 +38,7 @@ class FakeIpcEngine(CudaIpcEngine):
         self.driver.adopt(identities.region)
         runtime = CudaRuntime(cast(ctypes.CDLL, self.driver))
         here = here or ProcessPlace("this boot", next(_PIDS), 1)
-        super().__init__(runtime, lambda: FakeStream(self.driver), identities if is_read else None, here)
+        super().__init__(runtime, lambda: FakeStream(self.driver), identities if is_read else None, here, kernel)
 
     def register(self, regions: Sequence[Region]) -> None:
         for region in regions:
@@ -50,7 +53,16 @@ class FakeIpcEngine(CudaIpcEngine):
         self.driver.close()
 
 
-def ipc_engines() -> Iterator[FakeIpcEngine]:
+@cache
+def kernel_or_skip() -> RunKernel:
+    """The kernel as Triton's interpreter runs it, the same each time; skips a test where there is no Triton."""
+    from tests.support.devices.kernel_devices import interpreted_kernel  # noqa: PLC0415  it does not run without
+
+    return interpreted_kernel()
+
+
+def ipc_engines(kernel: RunKernel | None = None) -> Iterator[FakeIpcEngine]:
+    """Each on a GPU of its own."""
     devices = SharedDevices()
-    while True:
-        yield FakeIpcEngine(devices)
+    for gpu in itertools.count():
+        yield FakeIpcEngine(devices, kernel=kernel, gpu=gpu)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from tests.support.engine.in_process import InProcessEngine, InProcessFabric
-from tests.support.engine.ipc_engines import ipc_engines
+from tests.support.engine.ipc_engines import ipc_engines, kernel_or_skip
 from tests.support.memory import Memory
 from transfer.engine.interface import TransferEngine
 from transfer.engine.mooncake import MooncakeEngine, MooncakeOptions
@@ -39,6 +39,7 @@ def mooncake_engines(engine_per_link: bool | None = None, counts: bool | None = 
 ENGINES: dict[str, Callable[[], Iterator[TransferEngine]]] = {
     "in_process": in_process_engines,
     "cuda_ipc": ipc_engines,
+    "cuda_ipc_kernel": lambda: ipc_engines(kernel_or_skip()),
     "mooncake": mooncake_engines,
     "mooncake_shared": lambda: mooncake_engines(engine_per_link=False),
     "mooncake_shared_uncounted": lambda: mooncake_engines(engine_per_link=False, counts=False),

@@ -17,6 +17,8 @@ from tests.support.memory import Memory, copies, even_copies
 from transfer.engine.interface import EngineStartError, ReadFailed, TransferEngine
 from transfer.errors import TransferError
 
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim")  # of Triton 3.6's interpreter
+
 
 def test_a_read_brings_exactly_the_bytes_of_its_descriptors(pair: EnginePair) -> None:
     link = pair.reader.open(pair.peer.address, [pair.source.region])

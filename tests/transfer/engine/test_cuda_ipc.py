@@ -1,6 +1,6 @@
 """Reads between processes of one host: who is refused, what is mapped for how long, and the three ends of a read.
 
-On fake drivers, not on a GPU. What every engine must do is in ``test_contract``.
+On fake drivers and by Triton's interpreter, not on a GPU. What every engine must do is in ``test_contract``.
 
 Covers: transfer.engine.cuda_ipc_address.
 """
@@ -20,14 +20,17 @@ import pytest
 
 from layout.geometry import Identity
 from tests.support.devices.shared_devices import SharedDevices
-from tests.support.engine.ipc_engines import FakeIpcEngine
+from tests.support.engine.ipc_engines import FakeIpcEngine, kernel_or_skip
 from tests.support.memory import Memory, even_copies
 from tests.support.waiting import WAIT_S, holds_for, until
 from transfer.copies.batch.cuda import IpcRefused
+from transfer.copies.reshape.reshape_kernel import RunKernel
 from transfer.engine import cuda_ipc
 from transfer.engine.cuda_ipc import CudaIpcEngine, CudaIpcLink
 from transfer.engine.cuda_ipc_address import Allocation, ExportedMemory, ProcessPlace
 from transfer.engine.interface import ReadFailed
+
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim")  # of Triton 3.6's interpreter
 
 COUNT, SIZE = 8, 4096
 
@@ -35,10 +38,11 @@ COUNT, SIZE = 8, 4096
 class World:
     """A reader and a peer on one host, each with its own driver."""
 
-    def __init__(self, *, has_batches: bool = True) -> None:
+    def __init__(self, *, has_batches: bool = True, kernel: RunKernel | None = None) -> None:
         self.devices = SharedDevices()
         self.destination, self.source = Memory(COUNT * SIZE), Memory.of_noise(COUNT * SIZE, seed=1)
-        self.reader, self.peer = (FakeIpcEngine(self.devices, has_batches=has_batches) for _ in range(2))
+        options: dict[str, Any] = {"has_batches": has_batches, "kernel": kernel}
+        self.reader, self.peer = (FakeIpcEngine(self.devices, **options) for _ in range(2))
         self.reader.register([self.destination.region])
         self.peer.register([self.source.region])
 
@@ -63,10 +67,11 @@ class World:
         return len(self.reader.driver.opened)
 
 
-@pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+@pytest.fixture(params=["driver", "kernel"])
+def world(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[World]:
+    """What copies is the driver or the kernel."""
     monkeypatch.setattr(cuda_ipc, "_PATIENCE_S", 0.1)
-    world = World()
+    world = World(kernel=kernel_or_skip() if request.param == "kernel" else None)
     yield world
     for engine in (world.reader, world.peer):
         engine.driver.running.set()
@@ -402,6 +407,7 @@ def test_a_driver_without_batches_is_told_of_once_for_all_links(caplog: pytest.L
 # The three ends of a read; the first is in the contract's tests
 
 
+@pytest.mark.parametrize("world", ["driver"], indirect=True)
 def test_a_refused_copy_fails_settled_and_the_link_stays_usable(world: World) -> None:
     link = world.open()
     world.reader.driver.fail_at = 3

@@ -1,6 +1,7 @@
 """The torch stream that a device copier works on. Imports torch when the first stream is made, not before."""
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 from transfer.copies.batch.base import CopierStartError, DeviceEvent
@@ -42,6 +43,11 @@ class DeviceStream:
     def handle(self) -> int:
         """Return the driver's handle for one submission, after everything this thread has queued on the stream."""
         return int(getattr(self._stream, self._handle_attribute))
+
+    def run(self, submit: Callable[[], None]) -> None:
+        """Have ``submit`` give its work to this stream, which torch takes for the current one meanwhile."""
+        with self._module.stream(self._stream):
+            submit()
 
     def wait_event(self, event: DeviceEvent) -> None:
         """Make everything submitted later wait for ``event``. Does not block."""

@@ -1,6 +1,8 @@
 """torch's streams as a copier uses them, played by a stand-in. On devices: ``test_gpu`` and ``tests/npu_sim``."""
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,6 +57,22 @@ def test_the_handle_is_asked_for_anew_before_every_submission() -> None:
     """A handle that is kept would let a copy overtake the event that it waits for, under torch_npu."""
     stream = DeviceStream("cuda", 0)
     assert [stream.handle(), stream.handle(), stream.handle()] == [7, 8, 9]
+
+
+def test_what_torch_submits_goes_to_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    current: list[object] = []
+
+    @contextmanager
+    def of(stream: object) -> Iterator[None]:
+        current.append(stream)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch, "cuda", SimpleNamespace(Stream=TorchStream, stream=of))
+    stream, found = DeviceStream("cuda", 0), []
+    stream.run(lambda: found.extend(current))
+    assert found == [stream._stream]
+    assert not current
 
 
 @pytest.mark.usefixtures("devices")

@@ -46,7 +46,7 @@ class Launches:
     """Stands before the kernel: what it was launched with."""
 
     def __init__(self, copier: KernelCopier) -> None:
-        self.kernel, copier._kernel = copier._kernel, self
+        self.kernel, copier._kernel._kernel = copier._kernel._kernel, self
         self.options: list[dict[str, Any]] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
