@@ -32,7 +32,7 @@ from transfer.copies.batch.streams import DeviceStream
 from transfer.copies.reshape.reshape_kernel import RunKernel
 from transfer.engine.batches import RegisteredMemory, check_copies
 from transfer.engine.cuda_ipc_address import Allocation, ExportedMemory, ProcessPlace, check_shares_host
-from transfer.engine.cuda_ipc_copies import MappedCopies
+from transfer.engine.cuda_ipc_copies import MappedCopies, Memory, PlacedCopies, warm_up
 from transfer.engine.identity import (
     NONCE_BYTES,
     HostIdentityMemory,
@@ -100,7 +100,8 @@ class CudaIpcEngine(TransferEngine):
         self._mapped: dict[bytes, Region] = {}  # where it is here, by handle
         self._users: Counter[bytes] = Counter()  # links, by handle
         self._abandoned = ThreadPoolExecutor(1, "pd-unmap")
-        # Compiles, so that no read does.
+        # Compile, so that no read does.
+        warm_up()
         DeviceBackend(runtime, self._idle_streams[0], Direction.PEER_TO_DEVICE).enter_thread()
         try:
             self.device = runtime.device_uuid()
@@ -336,9 +337,9 @@ class CudaIpcLink(Link):
         """See the contract. After an unsettled failure the link refuses to read."""
         with self._busy:
             self._check_usable()
-            check_copies(copies, self._engine.memory.table, self._peer, self.name)
             if len(copies):
-                self._copy(copies, timeout_s, given_up)
+                placed = self._placed(copies, self._engine.memory.table, self._engine.on_device, self._peer)
+                self._copy(placed, timeout_s, given_up)
 
     def prove(self, timeout_s: float) -> None:
         """See the contract. Afterwards, a link that was not proven refuses to read. A peer that was killed is proven.
@@ -348,13 +349,14 @@ class CudaIpcLink(Link):
         with self._busy:
             self._check_usable()
             assert self._scratch is not None, "a link is proven before it is connected"
-            scratch = self._scratch.region.address
-            columns = (np.array([each], np.int64) for each in (scratch, self._identity.address, NONCE_BYTES))
+            scratch, number = self._scratch.region, Region(self._identity.address, NONCE_BYTES)
+            columns = (np.array([each], np.int64) for each in (scratch.address, number.address, NONCE_BYTES))
+            tables = RegionTable((scratch,)), RegionTable(()), RegionTable((number,))
             try:
-                self._copy(Copies(*columns), timeout_s, never)
+                self._copy(self._placed(Copies(*columns), *tables), timeout_s, never)
             except ReadFailed as error:  # which may still write, but to the scratch memory only
                 raise ReadFailed(f"{self.name} did not prove who it is: {error}", settled=True) from error
-            nonce = ctypes.string_at(scratch, NONCE_BYTES)
+            nonce = ctypes.string_at(scratch.address, NONCE_BYTES)
             if nonce == self._identity.nonce:
                 return
             self._broken = "broken: its peer could not be proven to be the right one"
@@ -362,34 +364,36 @@ class CudaIpcLink(Link):
                 raise wrong_identity(self.name)
             raise ReadFailed(f"cannot reach the transfer engine at {self.name}: it has been closed", settled=True)
 
-    def _here(self, copies: Copies) -> Int64Array:
-        """Return where the sources are mapped. Shape [descriptors].
+    def _placed(self, copies: Copies, local: RegionTable, on_device: RegionTable, peer: RegionTable) -> PlacedCopies:
+        """Return the copies with where their sources are mapped.
 
         Raises:
             ReadFailed: one is not in the peer's allocations (settled).
+            ValueError: see the contract.
         """
-        outside = self._table.outside(copies.sources, copies.sizes)
-        if outside.any() or self._mapped_at is None:
+        placed = None
+        if self._mapped_at is not None:
+            placed = self._copies.place(copies, Memory(local, on_device, peer, self._table, self._mapped_at))
+        if placed is None:
+            check_copies(copies, local, peer, self.name)
+            outside = self._table.outside(copies.sources, copies.sizes)
             raise ReadFailed(
                 f"read from {self.name} failed: {int(outside.sum())} of {len(copies)} sources are outside the "
                 "allocations that it shares; nothing was read",
                 settled=True,
             )
-        at = np.searchsorted(self._table.starts, copies.sources, side="right") - 1
-        here: Int64Array = copies.sources - self._table.starts[at] + self._mapped_at[at]
-        return here
+        return placed
 
-    def _copy(self, copies: Copies, timeout_s: float, given_up: GivenUp) -> None:
-        """Copy from where the sources are mapped, on this link's stream; return when all bytes have landed.
+    def _copy(self, placed: PlacedCopies, timeout_s: float, given_up: GivenUp) -> None:
+        """Copy on this link's stream; return when all bytes have landed.
 
         Raises:
             ReadFailed: see the contract.
         """
-        mapped = Copies(copies.destinations, self._here(copies), copies.sizes)
         self._copies.enter_thread()
         deadline = time.monotonic() + timeout_s
         try:
-            end = self._copies.start(mapped, self._engine.on_device)
+            end = self._copies.start(placed)
         except CopyFailed as failure:
             if not failure.settled:
                 self._leave(None)
@@ -403,10 +407,10 @@ class CudaIpcLink(Link):
                 patience_ends = now + _PATIENCE_S
             elif now >= patience_ends:
                 self._leave(end)
-                raise self._failed(reason, copies, settled=False)
+                raise self._failed(reason, placed.copies, settled=False)
             time.sleep(pauses.next_s())
         if reason:
-            raise self._failed(reason, copies, settled=True)
+            raise self._failed(reason, placed.copies, settled=True)
 
     def _has_ended(self, end: DeviceEvent) -> bool:
         try:
