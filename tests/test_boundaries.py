@@ -39,7 +39,7 @@ RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     # Engine and control channel are siblings, and so are the two kinds of copies. Between processes of one host, a read
     # is a copy.
     ("transfer.engine", ("transfer.control",), ()),
-    ("transfer.engine", ("transfer.copies",), ("transfer.engine.cuda_ipc",)),
+    ("transfer.engine", ("transfer.copies",), ("transfer.engine.cuda_ipc", "transfer.engine.cuda_ipc_copies")),
     ("transfer.control", ("transfer.engine", "transfer.copies"), ()),
     ("transfer.copies", ("transfer.engine", "transfer.control"), ()),
     ("transfer.copies.reshape", ("transfer.copies.batch",), ()),

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -29,10 +30,9 @@ from transfer.copies.batch.base import CopierStartError, CopyFailed, DeviceEvent
 from transfer.copies.batch.cuda import CudaRuntime, IpcRefused
 from transfer.copies.batch.device import DeviceBackend
 from transfer.copies.batch.streams import DeviceStream
-from transfer.copies.reshape.reshape_kernel import RunKernel
 from transfer.engine.batches import RegisteredMemory, check_copies
 from transfer.engine.cuda_ipc_address import Allocation, ExportedMemory, ProcessPlace, check_shares_host
-from transfer.engine.cuda_ipc_copies import MappedCopies, Memory, PlacedCopies, warm_up
+from transfer.engine.cuda_ipc_copies import MappedCopies, MappedMemory, PlacedCopies, warm_up
 from transfer.engine.identity import (
     NONCE_BYTES,
     HostIdentityMemory,
@@ -43,6 +43,9 @@ from transfer.engine.identity import (
 )
 from transfer.engine.interface import EngineStartError, GivenUp, Link, ReadFailed, TransferEngine, never
 from transfer.memory import PinnedMemory
+
+if TYPE_CHECKING:
+    from transfer.copies.reshape.reshape_kernel import RunKernel  # which needs torch
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +68,7 @@ class CudaIpcEngine(TransferEngine):
         open_stream: Callable[[], DeviceStream],
         identities: IdentityMemory | None = None,
         here: ProcessPlace | None = None,
-        kernel: RunKernel | None = None,
+        kernel: "RunKernel | None" = None,
     ) -> None:
         """Find out where this process runs, and on which device.
 
@@ -338,8 +341,8 @@ class CudaIpcLink(Link):
         with self._busy:
             self._check_usable()
             if len(copies):
-                placed = self._placed(copies, self._engine.memory.table, self._engine.on_device, self._peer)
-                self._copy(placed, timeout_s, given_up)
+                tables = self._engine.memory.table, self._engine.on_device, self._peer
+                self._copy(self._placed(copies, tables), timeout_s, given_up)
 
     def prove(self, timeout_s: float) -> None:
         """See the contract. Afterwards, a link that was not proven refuses to read. A peer that was killed is proven.
@@ -353,7 +356,7 @@ class CudaIpcLink(Link):
             columns = (np.array([each], np.int64) for each in (scratch.address, number.address, NONCE_BYTES))
             tables = RegionTable((scratch,)), RegionTable(()), RegionTable((number,))
             try:
-                self._copy(self._placed(Copies(*columns), *tables), timeout_s, never)
+                self._copy(self._placed(Copies(*columns), tables), timeout_s, never)
             except ReadFailed as error:  # which may still write, but to the scratch memory only
                 raise ReadFailed(f"{self.name} did not prove who it is: {error}", settled=True) from error
             nonce = ctypes.string_at(scratch.address, NONCE_BYTES)
@@ -364,18 +367,17 @@ class CudaIpcLink(Link):
                 raise wrong_identity(self.name)
             raise ReadFailed(f"cannot reach the transfer engine at {self.name}: it has been closed", settled=True)
 
-    def _placed(self, copies: Copies, local: RegionTable, on_device: RegionTable, peer: RegionTable) -> PlacedCopies:
-        """Return the copies with where their sources are mapped.
+    def _placed(self, copies: Copies, tables: tuple[RegionTable, RegionTable, RegionTable]) -> PlacedCopies:
+        """Return the copies with where their sources are mapped. ``tables``: the first ones of ``MappedMemory``.
 
         Raises:
             ReadFailed: one is not in the peer's allocations (settled).
             ValueError: see the contract.
         """
-        placed = None
-        if self._mapped_at is not None:
-            placed = self._copies.place(copies, Memory(local, on_device, peer, self._table, self._mapped_at))
+        at = self._mapped_at
+        placed = self._copies.place(copies, MappedMemory(*tables, self._table, at)) if at is not None else None
         if placed is None:
-            check_copies(copies, local, peer, self.name)
+            check_copies(copies, tables[0], tables[2], self.name)
             outside = self._table.outside(copies.sources, copies.sizes)
             raise ReadFailed(
                 f"read from {self.name} failed: {int(outside.sum())} of {len(copies)} sources are outside the "

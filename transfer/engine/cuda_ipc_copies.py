@@ -5,7 +5,7 @@ The host looks at each run once, in a compiled loop: more than that would take l
 
 import logging
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,9 @@ from layout.regions import RegionTable
 from transfer.copies.batch.base import DeviceEvent
 from transfer.copies.batch.device import DeviceBackend
 from transfer.copies.batch.streams import DeviceStream
-from transfer.copies.reshape.reshape_kernel import RunKernel
+
+if TYPE_CHECKING:
+    from transfer.copies.reshape.reshape_kernel import RunKernel  # which needs torch
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +36,7 @@ _ANYWHERE = RegionTable((Region(1, _ALL),))
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class MappedMemory:
     """The memory of both sides: what is registered, and where the peer's is mapped here."""
 
     local: RegionTable
@@ -64,7 +66,7 @@ class MappedCopies:
     """Copies on one stream from memory that is mapped here. For one thread at a time."""
 
     def __init__(
-        self, batches: DeviceBackend, kernel: RunKernel | None, stream: DeviceStream, *, is_between_devices: bool
+        self, batches: DeviceBackend, kernel: "RunKernel | None", stream: DeviceStream, *, is_between_devices: bool
     ) -> None:
         """Take what copies on ``stream``; ``kernel`` is None if only the driver does."""
         self._batches = batches
@@ -78,7 +80,7 @@ class MappedCopies:
         """Make the device current in this thread."""
         self._batches.enter_thread()
 
-    def place(self, copies: Copies, memory: Memory) -> PlacedCopies | None:
+    def place(self, copies: Copies, memory: MappedMemory) -> PlacedCopies | None:
         """Find out where the sources are here, and who is to copy; only the driver writes to host memory.
 
         Returns:
@@ -107,7 +109,7 @@ class MappedCopies:
             rest = placed.of(by_kernel=False)
         return self._batches.start(rest, None)  # the event follows what was launched, too
 
-    def _launch(self, kernel: RunKernel, copies: Copies) -> bool:
+    def _launch(self, kernel: "RunKernel", copies: Copies) -> bool:
         """Have the kernel copy; return False if it cannot now: what it was given may then be copied once more."""
         try:
             for launch in kernel.launches(copies, _ANYWHERE, self._programs):
