@@ -54,13 +54,13 @@ class Tuning(BaseModel):
     )
     descriptor_cost_us: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
         default=None,
-        description="Cost of a descriptor, in microseconds, by which reads are planned. Default: 12 for tcp "
-        "(measured), 2 for rdma, 5 for ascend (estimates).",
+        description="Cost of a descriptor, in microseconds, by which reads are planned, but not those over CUDA IPC. "
+        "Default: 12 for tcp (measured), 2 for rdma, 5 for ascend (estimates).",
     )
     byte_cost_ns: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
         default=None,
-        description="Cost of a byte, in nanoseconds, by which reads are planned. Default: 0.75 for tcp "
-        "(measured), else 0.04 (an estimate).",
+        description="Cost of a byte, in nanoseconds, by which reads are planned, but not those over CUDA IPC. Default: "
+        "0.75 for tcp (measured), else 0.04 (an estimate).",
     )
 
 

@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 from layout.compatibility import check_models, check_transports
 from layout.conversion import describe_conversion
+from layout.cost import ReadCost
 from layout.geometry import ModelIdentity, WorkerGeometry
 from layout.plan import BlockTable, Plan, compile_plans
 from layout.regions import RegionTable
@@ -153,6 +154,11 @@ class Peer:
         Two processes on one GPU take turns, and a read takes the prefill engine's.
         """
         return self._near is not None and self._near.ranks_on_other_devices >= self.plans.keys()
+
+    @property
+    def costs(self) -> list[ReadCost | None]:
+        """What reads of the ranks' device memory cost; None: what they cost over the engine's protocol."""
+        return [self._near.cost(rank) if self._near is not None else None for rank in self.plans]
 
     def with_own_links(self) -> "Peer":
         """Return the same prefill engine, known from the same handshake, for another thread: no link is open yet."""

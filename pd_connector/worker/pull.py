@@ -130,15 +130,15 @@ class Pull:
         if peer.locates and not self.order.transfer_id:
             self._locate(peer)
             self._watch.lap("handshake")
-        least_tokens = self._context.reads.least_bytes / max(peer.token_bytes, 1)
+        least, token_bytes = self._context.reads.least_bytes, max(peer.token_bytes, 1)
         ahead = self._context.reads_ahead or peer.is_read_between_devices
-        least_on_device = least_tokens if ahead else float("inf")
+        least_on_device = least(peer.costs) / token_bytes if ahead else float("inf")
         reads_host = peer.host_plans is not None
         while True:
             if (tokens := self.prompt.next_range(peer.border_tokens, least_on_device, peer.range_tokens)) is not None:
                 self._read_range(peer, tokens, self._place)
             elif reads_host and (
-                tokens := self.prompt.next_in_host(peer.border_tokens, least_tokens, peer.range_tokens)
+                tokens := self.prompt.next_in_host(peer.border_tokens, least() / token_bytes, peer.range_tokens)
             ):
                 self._read_range(peer, tokens, Place.HOST)
             else:
@@ -403,7 +403,7 @@ class Pull:
         link, context, reads = peer.link(rank, place), self._context, self._context.reads
         held = HeldRead(link, reads.land)
         self._held.append(held)  # first: whatever happens from here on, nothing is reused before it has settled
-        schedule = held.keep(reads.planned(copies, peer.regions[rank]))
+        schedule = held.keep(reads.planned(copies, peer.regions[rank], link.cost))
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("PDConnector: %s, prefill rank %d: %s", self.order.request_id, rank, schedule.describe())
         try:

@@ -6,7 +6,7 @@
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -16,7 +16,7 @@ import torch
 
 from layout import staging
 from layout.copies import Copies
-from layout.cost import CostModel
+from layout.cost import CostModel, ReadCost
 from layout.geometry import Region
 from layout.regions import RegionTable
 from layout.staging import CopyAreas, Schedule, schedule_reads
@@ -141,10 +141,13 @@ class RemoteReader:
         copier = TensorCopier(caches, [buffer], segments=segments, temporary_bytes=temporary_bytes)
         return cls(cost, local_regions, pool, copier, CopyAreas(copier.view_starts, AREAS_PER_WINDOW), land)
 
-    @property
-    def least_bytes(self) -> float:
-        """The fewest bytes that are worth a range of their own as long as more of the prompt is to come."""
-        return RANGE_S / self._cost.beta if self._cost.beta else math.inf
+    def least_bytes(self, costs: Iterable[ReadCost | None] = (None,)) -> float:
+        """Return the fewest bytes that are worth a range of their own as long as more of the prompt is to come.
+
+        ``costs``: of the links that read them, of which the slowest counts.
+        """
+        beta = max((self._cost.over(cost).beta for cost in costs), default=0.0)
+        return RANGE_S / beta if beta else math.inf
 
     @property
     def regions(self) -> tuple[Region, ...]:
@@ -152,30 +155,31 @@ class RemoteReader:
         return () if self.staging is None else (self.staging.region,)
 
     @contextmanager
-    def planned(self, copies: Copies, remote: RegionTable) -> Iterator[Schedule]:
-        """Yield a schedule to read ``copies`` from a peer that registered ``remote``.
+    def planned(self, copies: Copies, remote: RegionTable, reads: ReadCost | None = None) -> Iterator[Schedule]:
+        """Yield a schedule to read ``copies`` from a peer that registered ``remote``, over a link that costs ``reads``.
 
         The schedule's staging memory belongs to it inside the ``with`` block only. Leave the block only when no read
         can write to that memory any longer.
         """
+        cost = self._cost.over(reads)
         if self.staging is None:
-            yield schedule_reads(copies, self._cost, self._local, remote, None)
+            yield schedule_reads(copies, cost, self._local, remote, None)
             return
         with ExitStack() as borrowing:
             address = borrowing.enter_context(self.staging.borrow())
             if address is None:
-                patience_s = min(self._saved_s(copies, remote, self.staging), _LONGEST_WAIT_S)
+                patience_s = min(self._saved_s(copies, cost, remote, self.staging), _LONGEST_WAIT_S)
                 address = borrowing.enter_context(self.staging.borrow(patience_s))
             slot = Region(address, self.staging.slot_bytes) if address is not None else None
-            schedule = schedule_reads(copies, self._cost, self._local, remote, slot, self._areas)
+            schedule = schedule_reads(copies, cost, self._local, remote, slot, self._areas)
             if not len(schedule.reads):
                 borrowing.close()  # for others that need the slot
             yield schedule
 
-    def _saved_s(self, copies: Copies, remote: RegionTable, pool: SlotPool) -> float:
+    def _saved_s(self, copies: Copies, cost: CostModel, remote: RegionTable, pool: SlotPool) -> float:
         """Return the seconds that reading ``copies`` through staging would save, as predicted."""
         any_slot = Region(pool.region.address, pool.slot_bytes)  # planning does not touch it
-        schedule = schedule_reads(copies, self._cost, self._local, remote, any_slot, self._areas)
+        schedule = schedule_reads(copies, cost, self._local, remote, any_slot, self._areas)
         return schedule.direct_s - schedule.predicted_s
 
     def carry_out(self, link: Link, schedule: Schedule, timeout_s: float, given_up: GivenUp = never) -> float:

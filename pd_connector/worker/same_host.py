@@ -15,6 +15,7 @@ from functools import partial
 
 import torch
 
+from layout.cost import ReadCost
 from layout.geometry import Identity, Region, WorkerGeometry
 from pd_connector.worker.device_memory import DeviceIdentityMemory
 from transfer.copies.batch.base import CopierStartError
@@ -175,6 +176,11 @@ class SameHostLinks:
     def ranks_on_other_devices(self) -> frozenset[int]:
         """Those of them whose GPU is not this process's."""
         return frozenset(rank for rank, link in self._links.items() if link.is_between_devices)
+
+    def cost(self, rank: int) -> ReadCost | None:
+        """Return what reads over the link to a rank cost; None if there is none."""
+        link = self._links.get(rank)
+        return None if link is None else link.cost
 
     def link(self, rank: int) -> CudaIpcLink | None:
         """Return the link to a rank, and open it if there is none; None if the rank is to be read the first way."""

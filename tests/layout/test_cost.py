@@ -1,8 +1,8 @@
-"""Prices: the defaults that are there, and what reads and copies cost."""
+"""Prices: the defaults that are there, and what reads and copies cost, also over a link with costs of its own."""
 
 import pytest
 
-from layout.cost import CostModel
+from layout.cost import CostModel, ReadCost
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "rdma", "ascend"])
@@ -20,3 +20,18 @@ def test_reads_and_copies_are_priced_apart() -> None:
     cost = CostModel(alpha=100, beta=1, copy_alpha=10, copy_beta=2)
     assert cost.read_s(2, 30) == 230
     assert cost.copy_s(3, 5) == 40
+
+
+def test_a_link_has_costs_of_its_own_for_reads_only() -> None:
+    cost = CostModel(alpha=100, beta=1, copy_alpha=10, copy_beta=2)
+    assert cost.over(None) is cost
+    assert cost.over(ReadCost(3, 4)) == CostModel(alpha=3, beta=4, copy_alpha=10, copy_beta=2)
+
+
+@pytest.mark.parametrize("is_between_devices", [True, False])
+def test_of_mapped_memory_a_kernel_s_runs_cost_less_than_the_driver_s(is_between_devices: bool) -> None:
+    by_kernel, by_driver = (
+        ReadCost.of_mapped(by_kernel=each, is_between_devices=is_between_devices) for each in (True, False)
+    )
+    assert 0 < by_kernel.alpha < by_driver.alpha < CostModel.of_protocol("tcp").alpha
+    assert 0 < by_kernel.beta <= by_driver.beta

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from layout.copies import Copies, Int64Array
+from layout.cost import ReadCost
 from layout.geometry import Identity, Region
 from layout.regions import RegionTable, describe_region
 from transfer.copies.batch.base import CopierStartError, CopyFailed, DeviceEvent, Direction, Pauses
@@ -321,6 +322,11 @@ class CudaIpcLink(Link):
         self._broken = ""  # why reads are refused, "" if they are not
         self._in_flight: list[DeviceEvent] = []  # the ends of reads that have failed
         self._never_settles = False  # after an error of the device
+
+    @property
+    def cost(self) -> ReadCost:
+        """See the contract."""
+        return self._copies.cost
 
     def connect(self) -> None:
         """Map the peer's memory, and find out whether it is the right peer.

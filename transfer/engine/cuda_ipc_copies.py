@@ -12,6 +12,7 @@ import numpy.typing as npt
 from numba import njit
 
 from layout.copies import EMPTY, Copies, Int64Array
+from layout.cost import ReadCost
 from layout.geometry import Region
 from layout.regions import RegionTable
 from transfer.copies.batch.base import DeviceEvent
@@ -75,6 +76,7 @@ class MappedCopies:
         self._has_warned = False
         self._shorter_than = (LONG_BYTES if is_between_devices else _ALL) if kernel is not None else 0
         self._programs = LINK_PROGRAMS if is_between_devices else 0
+        self.cost = ReadCost.of_mapped(by_kernel=kernel is not None, is_between_devices=is_between_devices)
 
     def enter_thread(self) -> None:
         """Make the device current in this thread."""

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from layout.copies import Copies
+from layout.cost import ReadCost
 from layout.geometry import Identity, Region
 from transfer.errors import TransferError
 
@@ -81,6 +82,11 @@ class Link(ABC):
 
         What failed reads left behind may still be written until the link has ``settled``.
         """
+
+    @property
+    def cost(self) -> ReadCost | None:
+        """What reads over it cost, for whoever plans them; None: what they cost over the engine's protocol."""
+        return None
 
     @property
     def is_stale(self) -> bool:

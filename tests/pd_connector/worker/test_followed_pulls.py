@@ -132,7 +132,7 @@ def test_what_is_small_is_read_together(legs: FollowedLegs, monkeypatch: pytest.
 
 def test_where_bytes_cost_nothing_all_is_read_at_the_end() -> None:
     reader = remote_reader.RemoteReader(replace(CostModel.of_protocol("tcp"), beta=0.0), ())
-    assert reader.least_bytes == float("inf")
+    assert reader.least_bytes() == float("inf")
 
 
 @pytest.mark.parametrize(

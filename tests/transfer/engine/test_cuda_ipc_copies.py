@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from layout.cost import ReadCost
 from tests.support.devices.kernel_devices import interpreted_kernel, kernel_marks
 from tests.support.devices.run_batches import Batch, batches, copies_of
 from tests.support.devices.shared_devices import SharedDevices
@@ -187,3 +188,9 @@ def test_what_a_kernel_cannot_be_launched_for_is_left_to_the_driver(
     host.read((8, 512))
     assert host.driver_sizes == []
 
+
+@on_every_gpu
+@pytest.mark.parametrize("by_kernel", [True, False])
+def test_a_link_costs_what_copies_over_it(kernel: RunKernel, hosts: list[Host], gpu: int, by_kernel: bool) -> None:
+    hosts.append(Host(kernel if by_kernel else None, gpu))
+    assert hosts[0].link.cost == ReadCost.of_mapped(by_kernel=by_kernel, is_between_devices=gpu == OTHER)
