@@ -55,8 +55,11 @@ def _cells(recipe: Recipe) -> str:
 
 
 def _drafts(recipe: Recipe) -> bool:
-    """Whether servers gave right tokens with drafts like the recipe's."""
-    methods = {str(side.draft.get("method", "")) for side in (recipe.p, recipe.d)}
+    """Whether servers gave right tokens with drafts like the recipe's: none of several stages, with DCP or in fp8."""
+    sides = (recipe.p, recipe.d)
+    if any(side.pp > 1 or side.dcp > 1 or side.options.get("kv_cache_dtype") == "fp8" for side in sides):
+        return False
+    methods = {str(side.draft.get("method", "")) for side in sides}
     if methods == {"eagle3"}:
         return recipe.forms["P"] in _DRAFTS_EAGLE3
     return recipe.forms["P"] in _DRAFTS and all(method.endswith("mtp") for method in methods)
