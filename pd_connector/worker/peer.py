@@ -2,6 +2,7 @@
 
 import logging
 import math
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
@@ -253,7 +254,7 @@ def connect_peer(context: PullContext, address: PeerAddress, deadline: float) ->
     if context.reader == 0:
         _warn_of_another_draft(context.model, welcome.model, address)
         _warn_of_shorter_prompts(context.max_model_len, welcome.max_model_len, address)
-        _warn_of_contradictions(context.stated or EngineSizes(), welcome.workers[0], address)
+        _warn_of_contradictions(context.stated or EngineSizes(), welcome, address)
     return peer
 
 
@@ -279,13 +280,29 @@ def _warn_of_shorter_prompts(here: int, there: int, address: PeerAddress) -> Non
         )  # fmt: skip
 
 
-def _warn_of_contradictions(stated: EngineSizes, rank: WorkerGeometry, address: PeerAddress) -> None:
+def _warn_of_contradictions(stated: EngineSizes, welcome: Welcome, address: PeerAddress) -> None:
     """Log a warning if a recipe's keys say of a prefill engine what it is not."""
-    if wrong := stated.contradictions({"tp_size": rank.tp_size, "pp_size": rank.pp_size}):
+    rank, partition = welcome.workers[0], _layer_partition(welcome.workers, welcome.model.layers)
+    found = {"tp_size": rank.tp_size, "pp_size": rank.pp_size, "pp_layer_partition": partition}
+    if wrong := stated.contradictions(found):
         logger.warning(
             "PDConnector: prefill in kv_connector_extra_config says of %s: %s. PDConnector goes by what it finds; "
             "check the command lines, or correct the key", address, wrong,
         )  # fmt: skip
+
+
+def _layer_partition(workers: Sequence[WorkerGeometry], layers: int) -> str | None:
+    """Return how many of a model's ``layers`` each pipeline stage has, as vLLM is told it.
+
+    None if some of them have no cache to know them by. Those that draft have numbers behind the model's.
+    """
+    stages: dict[int, set[int]] = {}
+    for worker in workers:
+        names = (name for group in worker.groups for name in group.layers)
+        numbers = (int(found[1]) for name in names if (found := re.search(r"\blayers\.(\d{1,9})\b", name)))
+        stages.setdefault(worker.pp_rank, set()).update(number for number in numbers if number < layers)
+    counts = [len(numbers) for _, numbers in sorted(stages.items())]
+    return ",".join(map(str, counts)) if sum(counts) == layers else None
 
 
 def _make_peer(context: PullContext, welcome: Welcome, address: PeerAddress) -> Peer:

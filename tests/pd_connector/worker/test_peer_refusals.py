@@ -55,18 +55,30 @@ def test_a_prefill_engine_that_takes_shorter_prompts_only_is_warned_of_at_the_fi
         assert "Start both with the same --max-model-len" in said[0]
 
 
-@pytest.mark.parametrize(("stated", "says"), [(EngineSizes(tp_size=2, pp_size=1), ""), (EngineSizes(tp_size=8), "8")])
+@pytest.mark.parametrize(
+    ("stated", "layers", "says"),
+    [
+        (EngineSizes(tp_size=2, pp_size=2, pp_layer_partition="2, 1"), 3, ""),
+        (EngineSizes(tp_size=8), 3, "tp_size 8 (found: 2)"),
+        (EngineSizes(pp_layer_partition="1,2"), 3, "pp_layer_partition 1,2 (found: 2,1)"),
+        (EngineSizes(pp_layer_partition="1,1"), 2, "pp_layer_partition 1,1 (found: 2,0)"),
+        (EngineSizes(pp_layer_partition="2,2"), 4, ""),
+    ],
+    ids=["equal", "size", "partition", "a layer that drafts", "a layer without a cache"],
+)
 def test_a_prefill_engine_that_is_not_what_a_recipe_says_is_warned_of_once(
-    site: Site, caplog: pytest.LogCaptureFixture, stated: EngineSizes, says: str
+    site: Site, caplog: pytest.LogCaptureFixture, stated: EngineSizes, layers: int, says: str
 ) -> None:
-    prefill, workers = site.prefill(replace(PREFILL, tp=2)), site.decode()
+    """Of three layers with caches: the model's, of which one may have none, or one of them drafts."""
+    identity = replace(IDENTITY, layers=layers)
+    prefill, workers = site.prefill(replace(PREFILL, tp=2, pp=2), identity=identity), site.decode()
     for number, worker in enumerate(workers):
         remote = prefill.prefill(f"r{number}", THEIRS)
-        site.session(worker, remote, stated=stated).submit(an_order(f"r{number}", remote, OURS))
+        site.session(worker, remote, stated=stated, model=identity).submit(an_order(f"r{number}", remote, OURS))
         assert worker.next_end().cause == ""
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(said) == bool(says)
-    assert not says or f"at 127.0.0.1:{prefill.port}: tp_size 8 (found: 2). PDConnector goes by what it" in said[0]
+    assert not says or f"at 127.0.0.1:{prefill.port}: {says}. PDConnector goes by what it" in said[0]
 
 
 DRAFTING, OTHERWISE = replace(IDENTITY, draft_digest="a"), replace(IDENTITY, draft_digest="b")
