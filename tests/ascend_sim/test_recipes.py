@@ -82,6 +82,13 @@ def test_workers_start_on_all_ranks_and_notice_what_is_wrong(run: Run, recipe: R
     assert worked["moved"] > 0, worked
 
 
+def test_a_prefill_engine_without_the_option_that_its_page_leaves_out_is_refused_with_that_option(run: Run) -> None:
+    """The page of glm52-a3 gives D alone a cache in int8."""
+    refused = run("refusal_as_printed", RECIPES["glm52-a3"])
+    assert "cache_dtype is 'int8' here and 'bfloat16' there" in refused, refused
+    assert "start both with the same --kv-cache-dtype" in refused
+
+
 #: Those whose decode engines wait for ever as printed (dsv31-950: without cann_ops_transformer, as here). The page of
 #: recipes names the option that they lack.
 STAND_STILL = ("dsv31-950", "dsv31-a3", "dsv4-flash-a3-dspark", "dsv4-pro-a3-dspark", "dsv41-flash-a3", "kimi-k25-a3")

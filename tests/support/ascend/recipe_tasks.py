@@ -23,8 +23,8 @@ from tests.support.ascend.recipe_memory import RankMemory
 from tests.support.ascend.recipe_oracle import RecipePrompt, block_tables, prompt_tokens
 from tests.support.ascend.recipe_pulls import hold_conversation
 from tests.support.ascend.recipe_ranks import RankCaches, make_ranks
-from tests.support.ascend.recipe_workers import run_prompt
-from tests.support.ascend.recipes import EngineSide, Recipe, our_settings
+from tests.support.ascend.recipe_workers import refusal, run_prompt
+from tests.support.ascend.recipes import EngineSide, Recipe, as_printed, our_settings
 from transfer.copies.checksums import block_checksums
 from transfer.copies.reshape import reshape
 
@@ -105,6 +105,11 @@ def hold_two_turns(recipe: Recipe, directory: Path) -> dict[str, Any]:
 def run_workers(recipe: Recipe, directory: Path) -> dict[str, int]:
     """Start the connector's workers on all ranks of both engines; what they do with the caches is checked."""
     return asdict(run_prompt(recipe, directory))
+
+
+def refusal_as_printed(recipe: Recipe, directory: Path) -> str:
+    """What D logs when it is to pull from P, which lacks what the recipe's page leaves out."""
+    return refusal(as_printed(recipe), directory)
 
 
 def _check_places(rank: RankCaches) -> None:

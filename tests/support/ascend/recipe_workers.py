@@ -80,9 +80,7 @@ def run_prompt(recipe: Recipe, directory: Path) -> Worked:
     compared = moved = d_ranks = 0
     with ExitStack() as opened:
         fabric = InProcessFabric()
-        senders = [
-            opened.enter_context(_Sender.started(rank, recipe, fabric)) for rank in make_ranks(recipe, "P", directory)
-        ]
+        senders = opened.enter_context(_Sender.all_started(recipe, directory, fabric))
         for reader in make_ranks(recipe, "D", directory):
             if prefill is None:
                 prefill = opened.enter_context(_Prefill.serving(senders, prompt_tokens([senders[0].rank, reader])))
@@ -101,6 +99,17 @@ def run_prompt(recipe: Recipe, directory: Path) -> Worked:
             d_ranks += 1
     assert prefill is not None, "D has no ranks"
     return Worked(len(senders), d_ranks, prefill.tokens, compared, moved)
+
+
+def refusal(recipe: Recipe, directory: Path) -> str:
+    """Why the first worker of D does not pull from P, as its log has it; empty if it does."""
+    with ExitStack() as opened:
+        fabric = InProcessFabric()
+        senders = opened.enter_context(_Sender.all_started(recipe, directory, fabric))
+        reader = next(make_ranks(recipe, "D", directory))
+        prefill = opened.enter_context(_Prefill.serving(senders, prompt_tokens([senders[0].rank, reader])))
+        with _started(reader, recipe, "D", fabric, "ascend") as worker:
+            return _Receiver(reader, worker, prefill)._pull()
 
 
 @contextmanager
@@ -172,7 +181,14 @@ class _Sender:
 
     @classmethod
     @contextmanager
-    def started(cls, rank: RankCaches, recipe: Recipe, fabric: InProcessFabric) -> "Iterator[_Sender]":
+    def all_started(cls, recipe: Recipe, directory: Path, fabric: InProcessFabric) -> "Iterator[list[_Sender]]":
+        with ExitStack() as opened:
+            ranks = make_ranks(recipe, "P", directory)
+            yield [opened.enter_context(cls._started(rank, recipe, fabric)) for rank in ranks]
+
+    @classmethod
+    @contextmanager
+    def _started(cls, rank: RankCaches, recipe: Recipe, fabric: InProcessFabric) -> "Iterator[_Sender]":
         with _started(rank, recipe, "P", fabric, "tcp") as worker:
             yield cls(rank, worker, RankMemory(rank.kv_caches))
 

@@ -5,7 +5,7 @@ that a page does not set is absent. What a page gets wrong is corrected here.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -153,6 +153,13 @@ def load_recipe(path: Path) -> Recipe:
     given["P"] |= _FORGOTTEN.get(given["id"], {})
     p, d = RecipeSide("P", given["P"]), RecipeSide("D", given["D"])
     return Recipe(given["id"], given["model"], hardware, given["forms"], p, d)
+
+
+def as_printed(recipe: Recipe) -> Recipe:
+    """The recipe without the options that its page leaves out."""
+    forgotten = _FORGOTTEN.get(recipe.name, {})
+    options = {name: value for name, value in recipe.p.options.items() if name not in forgotten}
+    return replace(recipe, p=replace(recipe.p, options=options))
 
 
 def all_recipes() -> dict[str, Recipe]:
