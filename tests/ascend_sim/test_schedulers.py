@@ -2,6 +2,7 @@
 
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -10,14 +11,14 @@ from tests.support.ascend import preempted_requests
 from tests.support.ascend.device_process import on_device
 from tests.support.ascend.engine_process import output_of, output_of_start
 from tests.support.ascend.paths import ascend_release
-from tests.support.ascend.servers import BALANCE, block_bytes
+from tests.support.ascend.servers import SCHEDULERS, block_bytes
 from tests.support.e2e.deployments import on
 from tests.support.e2e.models import DEFAULT_MODEL, write_model
 from tests.support.e2e.pair import Pair, make_prompt
 
 
-@on(BALANCE)
-@pytest.mark.parametrize("pair", [("P", "D")], indirect=True, ids="-".join)
+@on(SCHEDULERS)
+@pytest.mark.parametrize("pair", [("P", "D balance")], indirect=True, ids="-".join)
 class TestBalanceScheduler:
     """One engine has nobody to balance with; the scheduler's own ``schedule`` is in use all the same."""
 
@@ -26,6 +27,23 @@ class TestBalanceScheduler:
 
     def test_concurrent_prompts_give_the_same_outputs(self, pair: Pair) -> None:
         pair.assert_concurrent_pulls_right(4)
+
+
+@on(SCHEDULERS)
+@pytest.mark.parametrize("pair", [("P", "D recompute"), ("P", "D recompute, no prefixes")], indirect=True, ids="-".join)
+class TestRecomputeScheduler:
+    def test_pulled_prompts_that_are_preempted_give_the_answers_that_they_give_alone(self, pair: Pair) -> None:
+        """They go on from what D holds of them, or D computes all again: the lease of the pull has ended."""
+        prompts = [make_prompt(360, (pair.name, "preempted", number)) for number in range(6)]
+        with pair.traffic() as traffic, ThreadPoolExecutor(len(prompts)) as clients:
+            together = list(clients.map(lambda prompt: pair.disaggregate(prompt, 160), prompts))
+        assert traffic.decode is not None
+        assert traffic.decode.value("vllm:num_preemptions_total") > 0
+        assert traffic.pulled("pulls") == len(prompts)
+        assert traffic.failures() == 0
+        for prompt, completion in zip(prompts, together, strict=True):
+            assert len(completion.tokens) == 160
+            pair.assert_right(completion, prompt)
 
 
 @pytest.mark.parametrize("switched_on", [True, False])

@@ -412,12 +412,21 @@ def additional_config(**options: object) -> tuple[str, str]:
     return "--additional-config", json.dumps(options)
 
 
-#: vllm-ascend's balance scheduler takes the place of vLLM's own in D.
-BALANCE = Deployment(
-    "balance",
+def _recomputing(*arguments: str, host_blocks: int = 0) -> ServerSpec:
+    arguments = (*additional_config(recompute_scheduler_enable=True), *arguments)
+    spec = replace(_peer(), role="kv_consumer", arguments=arguments)
+    return on_npu(spec, device_blocks=20, host_blocks=host_blocks)
+
+
+#: Schedulers of vllm-ascend take the place of vLLM's own in decode servers. Those with the one that recomputes have a
+#: device for little more than one prompt; recipes have it without prefix caching.
+SCHEDULERS = Deployment(
+    "schedulers",
     (
         ("P", on_npu(prefill())),
-        ("D", on_npu(replace(_peer(), arguments=additional_config(enable_balance_scheduling=True)))),
+        ("D balance", on_npu(replace(_peer(), arguments=additional_config(enable_balance_scheduling=True)))),
+        ("D recompute", _recomputing(host_blocks=64)),
+        ("D recompute, no prefixes", _recomputing("--no-enable-prefix-caching")),
     ),
 )
 
