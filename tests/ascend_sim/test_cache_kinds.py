@@ -21,6 +21,7 @@ from tests.support.ascend.servers import (
     NPU_SHARED_TOKENS,
     NPU_SLIDING_WINDOW,
     NPU_STAGES,
+    NPU_STAGES_OF_TWO_RANKS,
     STEP_TOKENS,
 )
 from tests.support.e2e.architectures import SELECTED, SELECTED_BLOCKS
@@ -87,7 +88,7 @@ class TestLatentVectors:
 
 @pytest.mark.skipif(ascend_release() == "0.23", reason="vllm-ascend 0.23 calls other operators for it")
 @on(NPU_INDEXER)
-@both_ways
+@pytest.mark.parametrize("pair", [("TP2", "TP1"), ("TP1", "TP2"), ("TP2", "other TP2")], indirect=True, ids="-".join)
 class TestIndexers:
     """Sparse attention is computed in the model's own type. Longer prompts than what is selected need right keys."""
 
@@ -97,6 +98,14 @@ class TestIndexers:
 
     def test_concurrent_prompts_give_the_same_outputs(self, pair: Pair) -> None:
         pair.assert_all_pull_right([make_prompt(tokens, (tokens, pair.name, "all")) for tokens in (40, 300, 2200)])
+
+    def test_the_next_turn_pulls_only_what_is_new(self, pair: Pair) -> None:
+        """P finds its beginning, too."""
+        turn = make_prompt(SELECTED + 300, (pair.name, "turns"))
+        pair.assert_next_turn_pulls_the_rest(turn, SELECTED + 70, NPU_BLOCK_SIZE)
+
+    def test_both_legs_at_once(self, pair: Pair) -> None:
+        Router(pair).assert_right(make_prompt(SELECTED + 200, (pair.name, "legs")), decode_first_s=0.3)
 
     @pytest.mark.parametrize("part", ["mla_latent", "mla_rope", "index"])
     def test_wrong_numbers_change_the_output(self, pair: Pair, part: str) -> None:
@@ -115,9 +124,9 @@ class TestQuantisedIndexers:
     alone, as above: the numbers have the same bits then.
     """
 
-    of_one_stage = pairs(NPU_QUANTISED, [("P TP1", "D"), ("P TP2", "D")])
+    of_one_stage = pairs(NPU_QUANTISED, [("P TP1", "D"), ("P TP2", "D"), ("P TP2", "D TP2")])
     in_fp8 = pairs(NPU_FP8, [("P", "D")])
-    of_stages = pairs(NPU_STAGES, [("P PP2", "D")])
+    of_stages = pairs(NPU_STAGES, [("P PP2", "D")]) + pairs(NPU_STAGES_OF_TWO_RANKS, [("P TP2 PP2", "D")])
     of_shared_tokens = pairs(NPU_SHARED_TOKENS, [("P DCP2", "D")])
     on_all = on_pairs(of_one_stage, in_fp8, of_stages, of_shared_tokens)
 
@@ -130,8 +139,12 @@ class TestQuantisedIndexers:
 
     @on_all
     def test_a_second_turn_pulls_the_rest(self, pair: Pair) -> None:
+        """P finds its beginning, too."""
         prompt, expected = pair.prompt_and_answer(3 * NPU_BLOCK_SIZE + 40, "turns")
+        before = pair.prefill.client.metrics()
         pair.assert_pulls_behind(prompt[: 2 * NPU_BLOCK_SIZE + 9], prompt, expected)
+        counted = pair.prefill.client.metrics().since(before)
+        assert counted.prompt_tokens("local_cache_hit") == 2 * NPU_BLOCK_SIZE
 
     @on_all
     def test_both_legs_at_once(self, pair: Pair) -> None:
@@ -194,7 +207,9 @@ class TestBlockIndexers:
     the last token of the prompt alone, as above.
     """
 
-    in_float32 = pairs(NPU_BLOCK_INDEXER, [("TP2", "TP1"), ("TP1", "TP2")])
+    of_one_stage = pairs(NPU_BLOCK_INDEXER, [("TP2", "TP1"), ("TP1", "TP2")])
+    of_stages = pairs(NPU_BLOCK_INDEXER, [("PP2", "TP1")])
+    in_float32 = of_one_stage + of_stages
     in_fp8 = pairs(NPU_BLOCK_FP8, [("P", "D")])
     on_all = on_pairs(in_float32, in_fp8)
 
@@ -217,11 +232,16 @@ class TestBlockIndexers:
     @on_all
     @pytest.mark.parametrize(("part", "more"), [("k", 60), ("v", 60), ("index", 0)])
     def test_wrong_numbers_change_the_output(self, pair: Pair, part: str, more: int) -> None:
-        """In every part of a cache of which blocks are selected: of the last layer.
+        """In every part of a cache of which blocks are selected: of the last layer, with stages of the first one.
 
         A token's own block is always seen; the last whole one, if its keys say so.
         """
         assert_wrong_numbers_count(pair, 2 * SELECTED_BLOCKS * NPU_BLOCK_SIZE + more, part, stage=0)
+
+    @on_pairs(of_stages)
+    @pytest.mark.parametrize(("part", "more"), [("k", 60), ("index", 0)])
+    def test_wrong_numbers_in_the_last_stage_change_the_output(self, pair: Pair, part: str, more: int) -> None:
+        assert_wrong_numbers_count(pair, 2 * SELECTED_BLOCKS * NPU_BLOCK_SIZE + more, part, stage=1)
 
     @on_pairs(in_fp8)
     @pytest.mark.parametrize("part", ["k", "v"])

@@ -191,36 +191,45 @@ NPU_SLIDING_WINDOW = Deployment(
 #: One latent vector a token, the same on all ranks.
 NPU_MLA = Deployment("MLA", (("TP1", on_npu(_peer(DEEPSEEK_V2))), ("TP2", on_npu(_peer(DEEPSEEK_V2, 2)))))
 
+#: More than a device of 96 blocks holds.
+_HOST_BLOCKS = 192
 #: For prompts that are longer than what an indexer selects.
 _LONG = ("--max-model-len", str(MAX_POSITIONS))
 
 
-def _indexing(tensor_parallel: int = 1) -> ServerSpec:
-    return unverified(on_npu(replace(_peer(DEEPSEEK_V32, tensor_parallel), arguments=_LONG), device_blocks=96))
+def _indexing(tensor_parallel: int = 1, host_blocks: int = 0) -> ServerSpec:
+    spec = replace(_peer(DEEPSEEK_V32, tensor_parallel), arguments=_LONG)
+    return unverified(on_npu(spec, device_blocks=96, host_blocks=host_blocks))
 
 
 #: One latent vector a token, and a key by which an indexer selects the tokens that are attended to, the same on all
-#: ranks. Nothing is verified, so that wrong bytes come to use.
-NPU_INDEXER = Deployment("indexer", (("TP1", _indexing()), ("TP2", _indexing(2))))
+#: ranks. Nothing is verified, so that wrong bytes come to use. TP1 has host memory.
+NPU_INDEXER = Deployment(
+    "indexer",
+    (("TP1", _indexing(host_blocks=_HOST_BLOCKS)), ("TP2", _indexing(2)), ("other TP2", _indexing(2))),
+)
 
 #: Of the layers, 1, 2 and 4 have an indexer, and each other one takes what the one before it selected.
 _SHARED_SELECTION = json.dumps({"use_index_cache": True, "index_topk_freq": 2})
 _IN_INT8 = ("--kv-cache-dtype", "int8", "--attention-config", json.dumps({"indexer_kv_dtype": "int8"}))
 
 
-def quantised(spec: ServerSpec) -> ServerSpec:
+def quantised(spec: ServerSpec, host_blocks: int = 0) -> ServerSpec:
     """The server with caches in int8, of a model whose layers share what an indexer selects."""
     arguments = (*_LONG, *_IN_INT8, "--hf-overrides", _SHARED_SELECTION)
-    return unverified(on_npu(replace(spec, dtype="bfloat16", arguments=arguments), device_blocks=96))
+    spec = replace(spec, dtype="bfloat16", arguments=arguments)
+    return unverified(on_npu(spec, device_blocks=96, host_blocks=host_blocks))
 
 
 #: Latent vectors packed with their scales, and an indexer's keys beside theirs, in int8. Nothing is verified, as above.
+#: D has host memory.
 NPU_QUANTISED = Deployment(
     "quantised",
     (
         ("P TP1", quantised(prefill(GLM))),
         ("P TP2", quantised(prefill(GLM, tensor_parallel=2))),
-        ("D", quantised(replace(_peer(GLM), role="kv_consumer"))),
+        ("D", quantised(replace(_peer(GLM), role="kv_consumer"), host_blocks=_HOST_BLOCKS)),
+        ("D TP2", quantised(replace(_peer(GLM, 2), role="kv_consumer"))),
     ),
 )
 
@@ -242,14 +251,16 @@ NPU_FP8 = Deployment(
     ),
 )
 
-#: The same in int8 from two pipeline stages of unequal length. The second begins with a layer that has an indexer.
-NPU_STAGES = Deployment(
-    "stages",
-    (
-        ("P PP2", quantised(replace(prefill(GLM), stages=(3, 2)))),
-        ("D", quantised(replace(_peer(GLM), role="kv_consumer"))),
-    ),
-)
+
+def _from_stages(name: str, prefill_name: str, tensor_parallel: int) -> Deployment:
+    """The same in int8 from two pipeline stages of unequal length, the second of which begins with an indexer."""
+    stages = replace(prefill(GLM, tensor_parallel=tensor_parallel), stages=(3, 2))
+    decode = replace(_peer(GLM), role="kv_consumer")
+    return Deployment(name, ((prefill_name, quantised(stages)), ("D", quantised(decode))))
+
+
+NPU_STAGES = _from_stages("stages", "P PP2", 1)
+NPU_STAGES_OF_TWO_RANKS = _from_stages("stages of two ranks", "P TP2 PP2", 2)
 
 
 def _sharing_tokens(spec: ServerSpec) -> ServerSpec:
@@ -270,13 +281,22 @@ NPU_SHARED_TOKENS = Deployment(
 )
 
 
-def _selecting_blocks(tensor_parallel: int = 1) -> ServerSpec:
+def _selecting_blocks(tensor_parallel: int = 1, stages: tuple[int, ...] = ()) -> ServerSpec:
+    spec = unverified(on_npu(replace(_peer(MINIMAX_M3, tensor_parallel), stages=stages)))
     # Its heads are larger than those that others' blocks are counted by.
-    return replace(unverified(on_npu(_peer(MINIMAX_M3, tensor_parallel))), kv_cache_bytes=64 << 20)
+    return replace(spec, kv_cache_bytes=64 << 20)
 
 
 #: Keys and values by head, and one key for all heads by which an indexer selects blocks. Nothing is verified, as above.
-NPU_BLOCK_INDEXER = Deployment("block indexer", (("TP1", _selecting_blocks()), ("TP2", _selecting_blocks(2))))
+#: The second pipeline stage is the last layer.
+NPU_BLOCK_INDEXER = Deployment(
+    "block indexer",
+    (
+        ("TP1", _selecting_blocks()),
+        ("TP2", _selecting_blocks(2)),
+        ("PP2", _selecting_blocks(stages=(2, 1))),
+    ),
+)
 
 
 def _selecting_blocks_in_fp8(step_tokens: int = STEP_TOKENS) -> ServerSpec:
