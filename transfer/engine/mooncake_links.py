@@ -22,7 +22,7 @@ from transfer.engine.batches import check_copies, split_large
 from transfer.engine.identity import NONCE_BYTES, wrong_identity
 from transfer.engine.interface import EngineStartError, GivenUp, Link, ReadFailed, never
 from transfer.engine.mooncake_batches import State, submit
-from transfer.engine.mooncake_native import NativeEngine, check_open_files
+from transfer.engine.mooncake_native import NativeEngine, check_open_files, check_threads
 from transfer.engine.mooncake_ports import closed_port
 from transfer.engine.mooncake_read import MooncakeRead
 from transfer.engine.mooncake_settling import Leftover
@@ -113,7 +113,10 @@ class MooncakeLink(Link):
         answers: list[str] = []
         # Mooncake's first calls to a peer take no timeout, so another thread makes them.
         thread = threading.Thread(target=lambda: answers.append(self._meet(native)), name="pd-connect", daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:  # the system has no thread left
+            raise ReadFailed(f"cannot open a link to {self.address}: {error}", settled=True) from error
         while thread.is_alive() and (left_s := self._left_s(native, started)) > 0 and not self._closing.is_set():
             thread.join(min(0.05, left_s))
         if answers:  # at the last moment: only the thread has not ended yet
@@ -258,6 +261,7 @@ class OwnEngineLink(MooncakeLink):
 
     def _start(self) -> NativeEngine:
         check_open_files()
+        check_threads()
         native = NativeEngine(self._options.native)
         self._at_end.append(native.delete)
         return native

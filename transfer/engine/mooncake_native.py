@@ -17,6 +17,7 @@ import os
 import resource
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import suppress
@@ -54,6 +55,9 @@ ENGINE_FILES = 10
 
 #: Files that are left to the rest of the process. Without any, Mooncake's threads spin, and so may others'.
 _SPARE_FILES = 128
+
+#: Threads of an engine that reads from one peer, and the one that waits for the peer's first answer. Measured.
+_ENGINE_THREADS = 3 + 1
 
 _IPV6 = "MC_USE_IPV6"
 _IPV6_ADDRESSES = Path("/proc/net/if_inet6")
@@ -197,6 +201,36 @@ def check_open_files() -> None:
         )
 
 
+def check_threads() -> None:
+    """Raise unless the system has the threads that one engine more needs. Takes less than a millisecond.
+
+    They are started and end at once: no process can read the limit of the pod that its container is in.
+
+    Raises:
+        EngineStartError: it has not; the message names the limits that there may be.
+    """
+    end = threading.Event()
+    started: list[threading.Thread] = []
+    try:
+        for _ in range(_ENGINE_THREADS):
+            thread = threading.Thread(target=end.wait, name="pd-trial", daemon=True)
+            thread.start()
+            started.append(thread)
+    except RuntimeError as error:
+        raise _no_threads(error) from error
+    finally:
+        end.set()
+        for thread in started:
+            thread.join()
+
+
+def _no_threads(error: RuntimeError) -> EngineStartError:
+    return EngineStartError(
+        f"the system has no thread left ({error}), and a link needs {_ENGINE_THREADS}. Raise the limit of threads "
+        "(podPidsLimit in Kubernetes; docker run --pids-limit; ulimit -u; TasksMax= for systemd)"
+    )
+
+
 class NativeEngine:
     """Owns the only reference to a Mooncake engine: after ``delete`` it is gone, with its threads and sockets.
 
@@ -222,7 +256,13 @@ class NativeEngine:
         except OSError as error:
             raise EngineStartError(f"cannot read this process's memory, by which reads are watched: {error}") from error
         known = (options.host, "P2PHANDSHAKE", options.protocol, options.devices)
-        code = 0 if self._is_lent else self._engine.initialize(*known)
+        try:
+            code = 0 if self._is_lent else self._engine.initialize(*known)
+        except RuntimeError as error:  # C++'s system_error: a thread was refused
+            # Never destroyed, not even at exit: its destructor would join threads that never started, which aborts.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._engine))
+            os.close(self._memory)
+            raise _no_threads(error) from error
         if code != 0:
             self._engine = None
             os.close(self._memory)
