@@ -70,7 +70,7 @@ class ControlClient:
             AuthenticationFailed: the secrets differ, or only one side has one. Takes up to 3 s; with a shorter
                 ``timeout_s`` it may be PeerUnreachable instead.
             PeerNotAllowed: the host is not one of ``allowed``.
-            TooManyPeers: ``max_peers`` peers already have requests pending, or ``max_resolvers`` names are looked up.
+            TooManyPeers: ``max_peers`` peers already have requests pending, or there is no thread for a look-up.
             ClientClosed: the client was closed.
 
         Raises:

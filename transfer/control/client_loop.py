@@ -21,6 +21,7 @@ import zmq
 from transfer.control.failures import AuthenticationFailed, ClientClosed, PeerRefused, PeerUnreachable, TooManyPeers
 from transfer.control.keys import ControlKeys
 from transfer.control.limits import ThrottledWarnings
+from transfer.control.look_ups import Resolved
 from transfer.control.messages import (
     REPLY_NAMES,
     Error,
@@ -32,7 +33,7 @@ from transfer.control.messages import (
     decode_reply,
     message_id_of,
 )
-from transfer.control.peer_sockets import ClientCounters, ClientSettings, PeerPool, PeerSocket, Resolved
+from transfer.control.peer_sockets import ClientCounters, ClientSettings, PeerPool, PeerSocket
 from transfer.control.polling import Wakeup
 from transfer.errors import PeerNotAllowed, TransferError
 from transfer.peers import Address, AllowedPeers
@@ -254,7 +255,9 @@ class ClientLoop:
             return
         peer = self._peers.find(pending.address)
         reason = ""
-        if peer is not None and peer.ended_handshakes and not pending.attempts:
+        if peer is not None and peer.socket is None:
+            reason = "its host name, or those of allowed_peers, are still being looked up: check DNS"
+        elif peer is not None and peer.ended_handshakes and not pending.attempts:
             reason = (
                 f"it ended the connection {peer.ended_handshakes} times before it was established: it is not an "
                 "engine, has a different secret or none, or refuses connections because it has too many"

@@ -21,7 +21,7 @@ class BadRequest(ControlError, ValueError):  # noqa: N818
 
 
 class TooManyPeers(ControlError):  # noqa: N818
-    """The client already waits for as many peers, or host names, as it may; nothing was sent."""
+    """The client already waits for as many peers as it may, or cannot look up a host name now; nothing was sent."""
 
 
 class PeerUnreachable(ControlError):  # noqa: N818

@@ -1,12 +1,12 @@
-"""The client's sockets: one DEALER per peer address, made on demand, and the look-up of host names.
+"""The client's sockets: one DEALER per peer address, made on demand.
 
 Opens, connects, evicts and closes sockets, contacts only allowed hosts, and detects handshakes that cannot succeed and
-peers that send without end. ``client_loop`` decides what is sent over the sockets.
+peers that send without end. ``client_loop`` decides what is sent over the sockets, ``look_ups`` finds out where a host
+is.
 """
 
 import errno
 import math
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -19,10 +19,11 @@ import zmq
 from transfer.control.connections import CHECK_INTERVAL_S, FRAMES_READ, UnreadBytes, connection_of, over_limit, receive
 from transfer.control.failures import AuthenticationFailed, TooManyPeers
 from transfer.control.keys import ControlKeys
+from transfer.control.look_ups import LookUps, Resolved
 from transfer.control.messages import MAX_FRAME_BYTES, MalformedMessage
 from transfer.control.polling import SocketMonitor
-from transfer.errors import PeerNotAllowed, TransferError
-from transfer.peers import Address, AllowedPeers, no_route, parse_ip, resolve
+from transfer.errors import TransferError
+from transfer.peers import Address, AllowedPeers, no_route, parse_ip
 
 _QUEUED_FRAMES = 64  # per peer and direction, in libzmq
 _SOCKETS_PER_PEER = 3  # its own and the two ends of its monitor
@@ -60,7 +61,7 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
     idle_s: float = 300.0  # a peer's socket is closed when it was not used for this long
     max_peers: int = 256  # sockets at a time
     max_silent: int = 128  # of these, of one host without a connection, so that wrong ports leave room for others
-    max_resolvers: int = 16  # concurrent look-ups of host names; numeric hosts need none
+    max_resolvers: int = 16  # concurrent look-ups of host names, for which others wait; numeric hosts may need none
     heartbeat_s: float = 3.0  # how often a connection is probed; after three silent intervals it is made again
     connect_timeout_s: float = 3.0
     #: How long a peer with requests pending may be without a connection, or its system without acknowledging anything.
@@ -114,18 +115,10 @@ class ClientCounters(msgspec.Struct):
     peers_closed: int = 0
 
 
-class Resolved(msgspec.Struct, frozen=True):
-    """The result of looking up a host name: an IP address, or why there is none."""
-
-    host: str
-    ip: str
-    failure: TransferError | str = ""
-
-
 class PeerPool:
     """Owns the client's peers and their sockets. Belongs to the client's thread.
 
-    A look-up calls ``report`` on its own thread when it ends; the owner passes the result to ``resolved``.
+    ``report`` is called with the result of each look-up, on another thread; the owner passes it to ``resolved``.
     """
 
     def __init__(
@@ -143,7 +136,6 @@ class PeerPool:
         self._counters = counters
         self._keys = keys
         self._allowed = allowed
-        self._report = report
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         # Closed ones count until libzmq has reaped them.
         self._context.set(zmq.MAX_SOCKETS, 2 * _SOCKETS_PER_PEER * settings.max_peers + 8)
@@ -151,7 +143,7 @@ class PeerPool:
         self._poller.register(wakeup_fileno, zmq.POLLIN)
         self._peers: dict[Address, PeerSocket] = {}
         self._by_socket: dict[zmq.Socket[bytes], PeerSocket] = {}
-        self._resolvers: dict[str, threading.Thread] = {}  # by host name
+        self._look_ups = LookUps(settings.max_resolvers, allowed, report)
 
     def poll(self, timeout_s: float) -> Iterator[tuple[PeerSocket, int]]:
         """Wait for any socket or the wake-up, then yield the ready peers that are still held, with their ZeroMQ events.
@@ -178,7 +170,7 @@ class PeerPool:
         """Return the peer at ``address``, made if it is new. Its socket may be None until ``resolved``.
 
         Raises:
-            TooManyPeers: no other peer can be dropped to make room, or too many names are being looked up.
+            TooManyPeers: no other peer can be dropped to make room, or the system has no thread for a look-up.
             PeerNotAllowed: the host may not be contacted.
             zmq.ZMQError: the operating system provides no socket.
         """
@@ -196,7 +188,7 @@ class PeerPool:
         self._make_room()
         peer = PeerSocket(address, time.monotonic())
         if look_up:
-            self._look_up(host)
+            self._look_ups.begin(host)
         else:
             self._connect(peer, host)
         self._peers[address] = peer
@@ -205,15 +197,16 @@ class PeerPool:
 
     def resolved(self, found: Resolved) -> Iterator[PeerSocket]:
         """Connect the peers whose host name was looked up, and yield each; its ``failure`` is set if that failed."""
-        self._resolvers.pop(found.host).join()
-        for peer in [peer for peer in self._peers.values() if peer.address.host == found.host and peer.socket is None]:
-            peer.failure = found.failure
-            if not peer.failure:
-                try:
-                    self._connect(peer, found.ip)
-                except zmq.ZMQError as error:
-                    peer.failure = f"no socket: {error}"
-            yield peer
+        for each in (found, *self._look_ups.ended(found.host)):
+            unresolved = (peer for peer in self._peers.values() if peer.socket is None)
+            for peer in [peer for peer in unresolved if peer.address.host == each.host]:
+                peer.failure = each.failure
+                if not peer.failure:
+                    try:
+                        self._connect(peer, each.ip)
+                    except zmq.ZMQError as error:
+                        peer.failure = f"no socket: {error}"
+                yield peer
 
     @property
     def unanswered(self) -> set[int]:
@@ -235,6 +228,8 @@ class PeerPool:
     def drop(self, peer: PeerSocket, linger_s: float = 0.0) -> None:
         """Forget the peer and close its socket; sent messages have ``linger_s`` seconds to leave."""
         del self._peers[peer.address]
+        if peer.socket is None and all(other.address.host != peer.address.host for other in self._peers.values()):
+            self._look_ups.withdraw(peer.address.host)
         peer.tell_watchers()
         if peer.monitor is not None:
             self._poller.unregister(peer.monitor.socket)
@@ -315,9 +310,7 @@ class PeerPool:
         for peer in list(self._peers.values()):
             self.drop(peer, self._settings.linger_s)
         self._context.term()
-        until = time.monotonic() + self._settings.close_timeout_s / 2
-        for thread in self._resolvers.values():
-            thread.join(max(0.0, until - time.monotonic()))
+        self._look_ups.close(self._settings.close_timeout_s / 2)
 
     def _make_room_at(self, host: str) -> None:
         silent = [peer for peer in self._peers.values() if peer.address.host == host and peer.descriptor < 0]
@@ -429,24 +422,6 @@ class PeerPool:
         }.items():
             socket.setsockopt(option, value)
 
-    def _look_up(self, host: str) -> None:
-        # libzmq looks up names on the thread that serves all sockets, so a slow name server would stall every peer.
-        if host in self._resolvers:
-            return
-        if len(self._resolvers) >= self._settings.max_resolvers:
-            raise TooManyPeers(
-                f"{len(self._resolvers)} host names are already being looked up: announce control hosts as IP "
-                f"addresses, or raise max_resolvers={self._settings.max_resolvers}"
-            )
-        thread = threading.Thread(
-            target=_look_up, args=(host, self._allowed, self._report), name=f"pd-control-look-up-{host}", daemon=True
-        )
-        try:
-            thread.start()
-        except RuntimeError as error:  # the system has no thread left
-            raise TooManyPeers(f"{host} cannot be looked up now: {error}") from error
-        self._resolvers[host] = thread
-
 
 def _waits(peer: PeerSocket) -> bool:
     """Return whether requests wait for a peer whose host is known."""
@@ -473,15 +448,3 @@ def _look_at(peer: PeerSocket) -> tuple[bool, int]:
         before, peer.acknowledged = peer.acknowledged, connection.bytes_acknowledged
         is_silent = peer.acknowledged is not None and peer.acknowledged == before
         return is_silent, peer.unread.update(connection.bytes_received)
-
-
-def _look_up(host: str, allowed: AllowedPeers, report: Callable[[Resolved], object]) -> None:
-    try:
-        ip = resolve(host)
-        allowed.check(host, ip)
-    except PeerNotAllowed as error:
-        report(Resolved(host, "", error))
-    except OSError as error:
-        report(Resolved(host, "", f"the host name could not be looked up: {error}"))
-    else:
-        report(Resolved(host, ip))

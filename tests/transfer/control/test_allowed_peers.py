@@ -2,14 +2,19 @@
 
 import logging
 import socket
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import pytest
 
-from tests.support.control.samples import HELLO, WELCOME
+from tests.support.control.samples import HELLO, WELCOME, Handler
+from tests.support.waiting import until
 from transfer.control.client import ControlClient
-from transfer.control.failures import PeerUnreachable
+from transfer.control.failures import PeerUnreachable, TooManyPeers
+from transfer.control.peer_sockets import ClientSettings
 from transfer.control.server import ControlServer
 from transfer.errors import BadAddress, PeerNotAllowed
 from transfer.peers import AllowedPeers
@@ -159,3 +164,77 @@ def test_what_is_checked_is_what_is_connected_to(
         client.request("rebinding.example", server.port, HELLO, 0.3).result()
     client.close()
     assert server.counters.requests == 0
+
+
+class SlowNames:
+    """A name service that answers only when it is told to. Every name has the address of this host's peers."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked = 0
+        self.answers = threading.Semaphore(0)
+        monkeypatch.setattr(socket, "getaddrinfo", self.look_up)
+
+    def look_up(self, name: str, *rest: object, **options: object) -> list[Any]:
+        self.asked += 1
+        self.answers.acquire(timeout=10)
+        return [(socket.AF_INET, 1, 6, "", (f"127.0.0.{number}", 0)) for number in range(1, 6)]
+
+    def has(self, waiting: Sequence[Future[Any]], answered: int, asked: int) -> bool:
+        return self.asked == asked and sum(each.done() for each in waiting) == answered
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> SlowNames:
+    return SlowNames(monkeypatch)
+
+
+def test_more_hosts_at_once_than_are_looked_up_at_once_wait_for_their_turn(slow: SlowNames, handler: Handler) -> None:
+    server = ControlServer(handler, "0.0.0.0")
+    server.start()
+    client = ControlClient(ClientSettings(max_resolvers=2), allowed=AllowedPeers(["prefill.internal"]))
+    waiting = [client.request(f"127.0.0.{number}", server.port, HELLO, 10) for number in range(1, 6)]
+    until(lambda: slow.asked == 2)
+    for answered in range(1, 6):
+        slow.answers.release()
+        until(partial(slow.has, waiting, answered, min(answered + 2, 5)))
+    assert [each.result() for each in waiting] == 5 * [WELCOME]
+    client.close()
+    server.close()
+
+
+def test_who_has_stopped_waiting_is_not_looked_up(slow: SlowNames) -> None:
+    client = ControlClient(ClientSettings(max_resolvers=1), allowed=AllowedPeers(["prefill.internal"]))
+    first = client.request("127.0.0.1", 9, HELLO, 10)
+    until(lambda: slow.asked == 1)
+    late = [client.request("127.0.0.2", port, HELLO, 0.1) for port in (9, 10)]
+    for each in late:
+        with pytest.raises(PeerUnreachable, match="are still being looked up: check DNS"):
+            each.result(5)
+    last = client.request("127.0.0.3", 9, HELLO, 10)
+    slow.answers.release(5)
+    until(lambda: slow.asked == 2 and not client._loop._peers._look_ups._threads)
+    assert not first.done()
+    assert not last.done()
+    client.close()
+    assert slow.asked == 2
+
+
+def test_a_turn_for_which_there_is_no_thread_fails_alone(monkeypatch: pytest.MonkeyPatch, slow: SlowNames) -> None:
+    client = ControlClient(ClientSettings(max_resolvers=1), allowed=AllowedPeers(["prefill.internal"]))
+    first, second, third = (client.request(f"127.0.0.{number}", 9, HELLO, 10) for number in (1, 2, 3))
+    until(lambda: client.counters.requests == 3)
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.endswith("127.0.0.2"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    slow.answers.release(5)
+    with pytest.raises(TooManyPeers, match=r"127\.0\.0\.2 cannot be looked up now: can't start new thread"):
+        second.result(5)
+    until(lambda: slow.asked == 2)
+    assert not first.done()
+    assert not third.done()
+    client.close()

@@ -29,6 +29,7 @@ from tests.support.control.samples import (
 )
 from tests.support.process import free_port
 from tests.support.waiting import until
+from transfer.control import look_ups
 from transfer.control import peer_sockets as peers_module
 from transfer.control.client import ControlClient
 from transfer.control.failures import BadRequest, ClientClosed, PeerRefused, PeerUnreachable, TooManyPeers
@@ -197,7 +198,7 @@ def test_a_peer_that_comes_back_at_another_address_under_its_name_is_found_at_on
         looked_up.append(name)
         return address
 
-    monkeypatch.setattr(peers_module, "resolve", resolve)
+    monkeypatch.setattr(look_ups, "resolve", resolve)
     first = ControlServer(handler, HERE)
     first.start()
     for _ in range(2):
