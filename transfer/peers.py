@@ -10,6 +10,7 @@ import logging
 import re
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,6 +27,14 @@ _LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,62})"
 _HOST_NAME = re.compile(rf"(?=.{{1,253}}\Z){_LABEL}(?:\.{_LABEL})*\.?")
 _SCOPE = re.compile(r"[A-Za-z0-9._-]{1,32}")
 MAX_PORT = 65535
+
+#: For how long the addresses of a name in ``AllowedPeers`` are not looked up again: all links to an engine ask.
+_KNOWN_S = 30.0
+#: Of that, the end, in which an address counts as not known for whoever must not wait: it may take a moment.
+_MARGIN_S = 5.0
+
+#: What a name service says of a name that has no address. Any other error says nothing of the name.
+_NO_ADDRESS = (socket.EAI_NONAME, socket.EAI_NODATA)
 
 #: What the system says of an address that nothing can be sent to: no route, no address to send from, or no such family.
 _NO_ROUTE = (errno.ENETUNREACH, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
@@ -194,7 +203,8 @@ class AllowedPeers:
     def __init__(self, rules: Sequence[str] | None = None) -> None:
         """Parse rules such as ``10.0.0.5``, ``10.1.0.0/16``, ``fd00::/8`` or ``prefill.internal``.
 
-        A name allows the addresses that it has at the moment of contact. None as ``rules`` allows every host.
+        A name allows the addresses that it has at the moment of contact or had half a minute before. If no name service
+        can be asked, it allows those that it had last. None as ``rules`` allows every host.
 
         Raises:
             BadAddress: a rule is none of these. The message names it.
@@ -204,6 +214,7 @@ class AllowedPeers:
         self._names: list[str] = []
         self._lock = threading.Lock()
         self._warned = False
+        self._known: dict[str, tuple[float, set[IPAddress]]] = {}  # by name: until when, and the last answer
         for rule in self._rules or ():
             self._add(rule)
 
@@ -213,7 +224,9 @@ class AllowedPeers:
 
     def needs_lookup(self, ip: str) -> bool:
         """Return whether ``check`` of this address must look up names, which may take seconds."""
-        return bool(self._names) and not self._in_networks(_address(ip))
+        address = _address(ip)
+        is_known = self._in_networks(address) or self._is_known(address, _MARGIN_S)
+        return bool(self._names) and not is_known
 
     def check(self, host: str, ip: str) -> None:
         """Raise unless ``host``, which has the address ``ip``, may be contacted.
@@ -228,7 +241,8 @@ class AllowedPeers:
         if (
             self._in_networks(address)
             or self.has_name(host)
-            or any(address in _lookup_all(name) for name in self._names)
+            or self._is_known(address)
+            or any(address in self._look_up(name) for name in self._names)
         ):
             return
         what = host if host == ip else f"{host} ({ip})"
@@ -276,6 +290,26 @@ class AllowedPeers:
     def _in_networks(self, address: IPAddress) -> bool:
         return any(address in network for network in self._networks)
 
+    def _is_known(self, address: IPAddress, for_s: float = 0.0) -> bool:
+        """Return whether a name is known to have this address, and will be for so long."""
+        until = time.monotonic() + for_s
+        with self._lock:
+            return any(until < known_until and address in found for known_until, found in self._known.values())
+
+    def _look_up(self, name: str) -> set[IPAddress]:
+        """Return the addresses that a name has now or, if no name service can be asked, those that it had."""
+        with self._lock:
+            _, found = self._known.get(name, (0.0, set()))
+        try:
+            found = {_address(str(entry[4][0])) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)}
+        except OSError as error:
+            found = set() if error.errno in _NO_ADDRESS else found
+            allowed = "what it had last" if found else "nothing"
+            logger.warning("allowed_peers: %s could not be looked up and allows %s for now: %s", name, allowed, error)
+        with self._lock:
+            self._known[name] = (time.monotonic() + _KNOWN_S, found)
+        return found
+
     def _log_first_contact(self, host: str, ip: str) -> None:
         if _address(ip).is_loopback:
             return
@@ -298,12 +332,3 @@ def _address(ip: str) -> IPAddress:
     address = ipaddress.ip_address(ip.partition("%")[0])
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return mapped or address
-
-
-def _lookup_all(name: str) -> set[IPAddress]:
-    try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except OSError as error:
-        logger.warning("allowed_peers: %s could not be looked up and allows nothing for now: %s", name, error)
-        return set()
-    return {_address(str(entry[4][0])) for entry in found}

@@ -6,12 +6,15 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
-from tests.support.control.samples import HELLO, WELCOME, Handler
-from tests.support.waiting import until
+from tests.support.control.samples import HELLO, WELCOME
+from tests.support.waiting import ManualClock, until
+from transfer import peers as peers_module
 from transfer.control.client import ControlClient
 from transfer.control.failures import PeerUnreachable, TooManyPeers
 from transfer.control.peer_sockets import ClientSettings
@@ -76,6 +79,57 @@ def test_a_name_allows_the_addresses_that_it_has_now(names: dict[str, list[str]]
         peers.check("10.0.0.3", "10.0.0.3")
     names["prefill.internal"] = ["10.0.0.3"]
     peers.check("10.0.0.3", "10.0.0.3")
+
+
+def test_addresses_of_a_name_are_kept_for_half_a_minute(
+    names: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or each link to an engine would wait for the name service."""
+    clock = ManualClock()
+    monkeypatch.setattr(peers_module, "time", SimpleNamespace(monotonic=clock))
+    peers, asked = AllowedPeers(["prefill.internal"]), MagicMock(side_effect=socket.getaddrinfo)
+    monkeypatch.setattr(socket, "getaddrinfo", asked)
+    names["prefill.internal"] = ["10.0.0.1"]
+    assert peers.needs_lookup("10.0.0.1")
+    for _ in range(3):
+        peers.check("10.0.0.1", "10.0.0.1")
+        assert not peers.needs_lookup("10.0.0.1")
+    assert asked.call_count == 1
+    names["prefill.internal"] = []
+    clock.advance(26.0)
+    assert peers.needs_lookup("10.0.0.1"), "it would be looked up where nobody may wait"
+    peers.check("10.0.0.1", "10.0.0.1")
+    clock.advance(4.0)
+    with pytest.raises(PeerNotAllowed):
+        peers.check("10.0.0.1", "10.0.0.1")
+
+
+def test_a_name_keeps_its_addresses_while_no_name_service_answers(
+    names: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Engines that have been proven would be denied. That a name is gone is an answer."""
+    clock, error = ManualClock(), socket.EAI_AGAIN
+    monkeypatch.setattr(peers_module, "time", SimpleNamespace(monotonic=clock))
+    peers = AllowedPeers(["prefill.internal"])
+    names["prefill.internal"] = ["10.0.0.1"]
+    peers.check("10.0.0.1", "10.0.0.1")
+
+    def fail(*_: object, **__: object) -> None:
+        raise socket.gaierror(error, "failed")
+
+    monkeypatch.setattr(socket, "getaddrinfo", fail)
+    for _ in range(3):
+        clock.advance(31.0)
+        for _ in range(3):
+            peers.check("10.0.0.1", "10.0.0.1")
+    warning = "allowed_peers: prefill.internal could not be looked up and allows what it had last for now"
+    assert [record.message.partition(": [Errno")[0] for record in caplog.records] == 3 * [warning]
+    with pytest.raises(PeerNotAllowed):
+        peers.check("10.0.0.2", "10.0.0.2")
+    error = socket.EAI_NONAME
+    clock.advance(31.0)
+    with pytest.raises(PeerNotAllowed):
+        peers.check("10.0.0.1", "10.0.0.1")
 
 
 def test_a_name_that_is_a_rule_itself_is_allowed_at_any_address(names: dict[str, list[str]]) -> None:
@@ -167,7 +221,7 @@ def test_what_is_checked_is_what_is_connected_to(
 
 
 class SlowNames:
-    """A name service that answers only when it is told to. Every name has the address of this host's peers."""
+    """A name service that answers only when it is told to. Every name has this host's address."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked = 0
@@ -177,7 +231,7 @@ class SlowNames:
     def look_up(self, name: str, *rest: object, **options: object) -> list[Any]:
         self.asked += 1
         self.answers.acquire(timeout=10)
-        return [(socket.AF_INET, 1, 6, "", (f"127.0.0.{number}", 0)) for number in range(1, 6)]
+        return [(socket.AF_INET, 1, 6, "", (HERE, 0))]
 
     def has(self, waiting: Sequence[Future[Any]], answered: int, asked: int) -> bool:
         return self.asked == asked and sum(each.done() for each in waiting) == answered
@@ -188,29 +242,28 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> SlowNames:
     return SlowNames(monkeypatch)
 
 
-def test_more_hosts_at_once_than_are_looked_up_at_once_wait_for_their_turn(slow: SlowNames, handler: Handler) -> None:
-    server = ControlServer(handler, "0.0.0.0")
-    server.start()
-    client = ControlClient(ClientSettings(max_resolvers=2), allowed=AllowedPeers(["prefill.internal"]))
-    waiting = [client.request(f"127.0.0.{number}", server.port, HELLO, 10) for number in range(1, 6)]
+def test_more_hosts_at_once_than_are_looked_up_at_once_wait_for_their_turn(
+    slow: SlowNames, server: ControlServer
+) -> None:
+    client = ControlClient(ClientSettings(max_resolvers=2))
+    waiting = [client.request(f"p{number}.internal", server.port, HELLO, 10) for number in range(1, 6)]
     until(lambda: slow.asked == 2)
     for answered in range(1, 6):
         slow.answers.release()
         until(partial(slow.has, waiting, answered, min(answered + 2, 5)))
     assert [each.result() for each in waiting] == 5 * [WELCOME]
     client.close()
-    server.close()
 
 
 def test_who_has_stopped_waiting_is_not_looked_up(slow: SlowNames) -> None:
-    client = ControlClient(ClientSettings(max_resolvers=1), allowed=AllowedPeers(["prefill.internal"]))
-    first = client.request("127.0.0.1", 9, HELLO, 10)
+    client = ControlClient(ClientSettings(max_resolvers=1))
+    first = client.request("p1.internal", 9, HELLO, 10)
     until(lambda: slow.asked == 1)
-    late = [client.request("127.0.0.2", port, HELLO, 0.1) for port in (9, 10)]
+    late = [client.request("p2.internal", port, HELLO, 0.1) for port in (9, 10)]
     for each in late:
         with pytest.raises(PeerUnreachable, match="are still being looked up: check DNS"):
             each.result(5)
-    last = client.request("127.0.0.3", 9, HELLO, 10)
+    last = client.request("p3.internal", 9, HELLO, 10)
     slow.answers.release(5)
     until(lambda: slow.asked == 2 and not client._loop._peers._look_ups._threads)
     assert not first.done()
@@ -220,19 +273,19 @@ def test_who_has_stopped_waiting_is_not_looked_up(slow: SlowNames) -> None:
 
 
 def test_a_turn_for_which_there_is_no_thread_fails_alone(monkeypatch: pytest.MonkeyPatch, slow: SlowNames) -> None:
-    client = ControlClient(ClientSettings(max_resolvers=1), allowed=AllowedPeers(["prefill.internal"]))
-    first, second, third = (client.request(f"127.0.0.{number}", 9, HELLO, 10) for number in (1, 2, 3))
+    client = ControlClient(ClientSettings(max_resolvers=1))
+    first, second, third = (client.request(f"p{number}.internal", 9, HELLO, 10) for number in (1, 2, 3))
     until(lambda: client.counters.requests == 3)
     start = threading.Thread.start
 
     def refuse(thread: threading.Thread) -> None:
-        if thread.name.endswith("127.0.0.2"):
+        if thread.name.endswith("p2.internal"):
             raise RuntimeError("can't start new thread")
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     slow.answers.release(5)
-    with pytest.raises(TooManyPeers, match=r"127\.0\.0\.2 cannot be looked up now: can't start new thread"):
+    with pytest.raises(TooManyPeers, match=r"p2\.internal cannot be looked up now: can't start new thread"):
         second.result(5)
     until(lambda: slow.asked == 2)
     assert not first.done()
