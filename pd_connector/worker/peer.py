@@ -191,6 +191,16 @@ class Peer:
         link = self._links.get(rank)
         return None if link is None or link.is_stale else link
 
+    @property
+    def has_stale_links(self) -> bool:
+        """Whether links are open that would be opened anew before they are read over again."""
+        return any(link.is_stale for link in self._links.values())
+
+    def drop_stale_links(self) -> None:
+        """Close those links. They take threads, files and ports here, and files of the peer."""
+        for rank in [rank for rank, link in self._links.items() if link.is_stale]:
+            self._links.pop(rank).close()
+
     def _connect(self, rank: int) -> Link:
         if rank in self._links:
             self._links.pop(rank).close()

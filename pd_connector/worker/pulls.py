@@ -21,6 +21,9 @@ logger = logging.getLogger(__name__)
 #: How long a shutdown waits for threads: less than vLLM gives its workers. Closing the engine has ended their reads.
 _CLOSE_TIMEOUT_S = 2.0
 
+#: How often sessions are closed that have been idle for long, of engines that may be gone.
+_SWEEP_S = 60.0
+
 #: Addresses of one host that have not answered yet. Clients name them: wrong ones must not keep other hosts out.
 MOST_UNMET = 128
 
@@ -48,6 +51,7 @@ class Pulls(WorkerRole):
         self._context = context
         self._open_session = open_session
         self._peer_idle_s = peer_idle_s
+        self._sweep_at = 0.0  # monotonic seconds
         self._max_peers = max_peers
         self._sessions: dict[PeerAddress, PeerSession] = {}
         self._retired: list[PeerSession] = []  # that finish their pulls, and get no more
@@ -72,6 +76,9 @@ class Pulls(WorkerRole):
         Raises:
             UnsettledReadError: nothing proves that the reads of a pull write no more.
         """
+        if (now := time.monotonic()) >= self._sweep_at:
+            self._sweep_at = now + _SWEEP_S
+            self._close_idle_sessions(self._peer_idle_s)
         ends = []
         while not self._ended.empty():
             end = self._ended.get_nowait()

@@ -32,7 +32,8 @@ _SHORT_TOKENS, _SHORT_SHARE = 1024, 0.25
 #: After which a pull is the next one, whatever is shorter. Without it, a stream of short ones would starve a long one.
 _PATIENCE_S = 1.0
 
-#: How long a lane other than the first keeps its links when there is nothing to do.
+#: How long a lane other than the first keeps its links when there is nothing to do. As often, the first one looks
+#: whether its own have become stale: closed soon, they end at the peer too, before a firewall forgets them.
 _LANE_IDLE_S = 60.0
 
 #: How long no further lane is opened after one could not open its links.
@@ -48,6 +49,11 @@ class _Lane:
         self.thread = threading.Thread(target=work, args=(self,), name=name, daemon=True)
         self.peer: Peer | None = None  # the prefill engine with links of this lane
         self.epoch = 0  # of the handshake that ``peer`` is known by
+
+    @property
+    def has_stale_links(self) -> bool:
+        """Whether there are links that are not read over any more."""
+        return self.peer is not None and self.peer.has_stale_links
 
     def disconnect(self) -> None:
         """Close all links."""
@@ -183,7 +189,7 @@ class PeerSession:
         return any(other.linked_epoch == self._epoch for other in self._lanes.values())
 
     def _await_turn(self, lane: _Lane) -> bool:
-        """Wait until ``lane`` has something to do; return False if it is to end."""
+        """Wait until ``lane`` has something to do, or stale links; return False if it is to end."""
         self._running.pop(lane.number, None)
         lane.linked_epoch = lane.epoch if lane.peer is not None and lane.peer.is_linked else 0
         self._opening = None if self._opening is lane else self._opening
@@ -194,6 +200,8 @@ class PeerSession:
                 if lane.number != min(self._lanes):
                     self._remove(lane)
                     return False
+                if lane.has_stale_links:
+                    break
             return not self._closing.is_set()
         finally:
             self._idle.discard(lane.number)
@@ -240,9 +248,13 @@ class PeerSession:
     def _take(self, lane: _Lane) -> Pull | None:
         """Wait for the next pull, with links if possible. Returns None when the lane is to end."""
         while True:
+            if lane.peer is not None:
+                lane.peer.drop_stale_links()  # without the lock: it takes a while
             with self._changed:
                 if not self._await_turn(lane):
                     return None
+                if lane.has_stale_links:
+                    continue
                 if not self._should_open_links(lane):
                     self._meeting = lane if self._must_meet else None
                     self._open_spare_lane()

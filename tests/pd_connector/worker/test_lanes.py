@@ -20,6 +20,7 @@ from pd_connector.worker.pull_end import PullEnd, PullFailed
 from tests.support.connector.scripted_pulls import (
     ScriptedPull,
     ScriptedSession,
+    leaving_a_stale_link,
     losing_a_link,
     needing_links,
     raising,
@@ -420,7 +421,7 @@ def test_every_pull_ends_once_whatever_the_others_do(
     failures = [PullFailed(cause, "why") for cause in (Cause.READ, Cause.UNREACHABLE, Cause.LEASE)]
     for name in names:
         world.scripts[name] = chance.choice(
-            [slow, slow, losing_a_link, needing_links, *map(raising, failures), raising(KeyError("k"))]
+            [slow, leaving_a_stale_link, losing_a_link, needing_links, *map(raising, failures), raising(KeyError("k"))]
         )
     for name in names:
         world.submit(name)

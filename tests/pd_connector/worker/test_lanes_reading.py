@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from pd_connector.orders import Cause
-from tests.support.connector.engines import PREFILL, THEIRS, PrefillEngine, Site, an_order
-from tests.support.engine.in_process import Fault, InProcessEngine
-from tests.support.waiting import WAIT_S, until
+from pd_connector.worker import session as session_module
+from tests.support.connector.engines import PREFILL, THEIRS, DecodeWorker, PrefillEngine, Site, an_order
+from tests.support.engine.in_process import Fault, InProcessEngine, InProcessLink
+from tests.support.waiting import WAIT_S, holds_for, until
 from transfer.engine.interface import Link
 
 FIRST, SECOND, THIRD = (((1, 2, 8, 3, 11),), ((7, 4, 10, 9, 6),), ((5,),))
@@ -81,6 +82,31 @@ def test_the_links_of_a_lane_to_several_ranks_are_opened_at_once(site: Site, mon
     assert worker.holds([(FIRST, 0, 69)])
 
 
+def test_links_that_nobody_will_read_over_again_are_closed_without_the_next_pull(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prefill engine may be gone, and its session is kept for minutes."""
+    monkeypatch.setattr(session_module, "_LANE_IDLE_S", 0.02)
+    prefill, (worker,) = site.prefill(replace(PREFILL, tp=2)), site.decode()
+    remotes = [prefill.prefill(name, THEIRS) for name in ("first", "second", "third")]
+    session = site.session(worker, remotes[0])
+    session.submit(an_order("first", remotes[0], FIRST))
+    assert worker.next_end().cause == ""
+    until(lambda: len(session._lanes) == 1 and len(open_links(worker)) == 2)
+    forgotten, kept = open_links(worker)
+    forgotten.is_forgotten = True
+    until(lambda: forgotten.closed)
+    holds_for(lambda: not kept.closed, 0.1)
+    session.submit(an_order("second", remotes[1], SECOND))
+    assert worker.next_end().cause == ""
+    kept.is_forgotten = True
+    until(lambda: kept.closed)
+    session.submit(an_order("third", remotes[2], THIRD, 0, 16))
+    assert worker.next_end().cause == ""
+    assert worker.holds([(FIRST, 0, 69), (SECOND, 0, 69), (THIRD, 0, 16)])
+    assert worker.client.counters.requests == 1 + 3, "there was another handshake"
+
+
 def test_a_process_that_took_the_address_while_lanes_read_fails_them_and_no_link_is_opened_to_it(
     site: Site, gate: threading.Event
 ) -> None:
@@ -102,6 +128,10 @@ def test_a_process_that_took_the_address_while_lanes_read_fails_them_and_no_link
         causes.append(worker.next_end().cause)
     assert set(causes) <= {Cause.READ, Cause.UNREACHABLE}
     assert Cause.UNREACHABLE in causes, "a link was opened"
+
+
+def open_links(worker: DecodeWorker) -> list[InProcessLink]:
+    return [link for link in worker.engine._links if not link.closed]
 
 
 def take_address(site: Site, prefill: PrefillEngine) -> None:

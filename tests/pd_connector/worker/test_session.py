@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pd_connector.orders import Cause
+from pd_connector.orders import Cause, Orders
 from pd_connector.worker import pulls
 from pd_connector.worker.lease_checksums import Interrupted
 from pd_connector.worker.pull_end import PullFailed
@@ -176,3 +176,18 @@ def test_room_for_an_engine_is_made_at_its_host_if_that_has_too_many(
     assert [(peer.host, peer.port) for peer in service._sessions] == [
         ("127.0.0.1", 1), ("127.0.0.2", 2), ("127.0.0.2", 3),
     ]  # fmt: skip
+
+
+def test_an_idle_session_is_closed_though_no_new_engine_comes(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulls, "_SWEEP_S", 0.01)
+    (worker,), prefill = site.decode(), site.prefill()
+    service = Pulls(worker.context(), 0.05)
+    for name in ("first", "second"):
+        service.execute(Orders(pulls=(an_order(name, prefill.prefill(name, THEIRS), OURS),)))
+        (session,) = service._sessions.values()
+        until(lambda: [end.cause for end in service.take_ends()] == [""])
+        until(lambda: service.take_ends() == [] and not service._sessions)
+        assert session.join(WAIT_S)
+        assert all(link.closed for link in worker.engine._links)
+    service.check_integrity()
+    service.join()

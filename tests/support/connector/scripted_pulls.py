@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -74,6 +74,7 @@ class ScriptedPeer:
         self.closed = False
         self.let_go_of = 0  # times
         self.opened: list[int] = []  # ranks
+        self.stale: list[int] = []  # of them, those whose links are
 
     @property
     def is_linked(self) -> bool:
@@ -88,6 +89,14 @@ class ScriptedPeer:
             if rank not in self.opened:
                 self.world.opening(rank)
                 self.opened.append(rank)
+
+    @property
+    def has_stale_links(self) -> bool:
+        return bool(self.stale)
+
+    def drop_stale_links(self) -> None:
+        while self.stale:
+            self.drop_link(self.stale.pop())
 
     def let_go(self) -> None:
         self.let_go_of += 1
@@ -149,6 +158,13 @@ def losing_a_link(pull: ScriptedPull) -> None:
     """Fail with a read, as a pull does whose read has broken its link."""
     pull.meet(5.0).drop_link(1)
     raise PullFailed(Cause.READ, "a read failed")
+
+
+def leaving_a_stale_link(pull: ScriptedPull) -> None:
+    """End well, with links of which one is too old when the next pull comes."""
+    peer = cast("ScriptedPeer", pull.meet(5.0))
+    peer.stale = peer.opened[:1]
+    pull.report(PullEnd(pull.order.request_id))
 
 
 def needing_links(pull: ScriptedPull) -> None:
