@@ -158,6 +158,11 @@ class DeviceBlocks:
         )
         return max(map(int, dropped), default=1)
 
+    @property
+    def hit_tokens(self) -> int:
+        """Of how many tokens all hits are multiples: of the blocks of all groups, if vLLM hashes no finer ones."""
+        return int(self.manager.coordinator.single_type_managers[0].cache_hit_alignment_tokens)
+
     def has_spare(self, number: int, share: float = 0.05) -> bool:
         """Return whether so many blocks are free, and a ``share`` of all beside them, into which requests grow."""
         return self.free - number >= share * self.total

@@ -14,7 +14,7 @@ the prefill engine has both. What it has is known of prompts that are complete t
 Everything runs on the scheduler's thread.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import lcm
 from typing import TYPE_CHECKING
@@ -54,23 +54,20 @@ class BorderStates:
             tokens: all of the prompt but the last, from the last state on that is here.
             held: after how many tokens the prefill engine has all states; None if that is not known yet.
         """
-        sizes = {kept.block_tokens for kept in self._groups.values() if kept.block_tokens <= tokens.stop}
-        if not sizes or not self._blocks.finds_prefixes:
+        unit = hit_unit(self._blocks, self._groups.values(), tokens.stop)
+        if not unit or not self._blocks.finds_prefixes:
             return ()
-        unit, reach = lcm(*sizes), tokens.stop + 1 - self._blocks.left_by_hits
-        if held is None:
-            chosen = {end // unit * unit for end in (reach, tokens.stop)}
-        else:
-            chosen = {
-                max((border for border in held if border <= end and not border % unit), default=0)
-                for end in (reach, tokens.stop)
-            }
+        chosen = {reached(self._blocks, unit, tokens.stop + 1), tokens.stop // unit * unit}
+        if held is not None:
+            usable = [border for border in held if not border % unit]
+            chosen = {max((border for border in usable if border <= end), default=0) for end in chosen}
         return tuple(sorted(border for border in chosen if border > tokens.start))
 
     def from_state(self, request: "Request", tokens: range) -> range:
         """Return the ``tokens`` that a request pulls, with those before them of which no state is here."""
+        if not (unit := hit_unit(self._blocks, self._groups.values(), tokens.stop)):
+            return tokens
         sizes = {group: kept.block_tokens for group, kept in self._groups.items() if kept.block_tokens <= tokens.stop}
-        unit = lcm(*sizes.values())
         for border in range(tokens.start // unit * unit, 0, -unit):
             if all(self._blocks.found_state(request, group, border // size - 1, size) for group, size in sizes.items()):
                 return range(border, tokens.stop)
@@ -123,3 +120,20 @@ class BorderStates:
     def request_ids(self) -> set[str]:
         """The requests whose border states are being pulled."""
         return set(self._pulled)
+
+
+def hit_unit(blocks: DeviceBlocks, groups: Iterable[Retention], tokens: int) -> int:
+    """Return of how many tokens the borders are multiples where a hit may end; 0 if none is within ``tokens``.
+
+    Those of ``groups`` that keep states have one there, and vLLM finds no other: blocks of keys may be larger.
+    """
+    sizes = {kept.block_tokens for kept in groups if kept.states and kept.block_tokens <= tokens}
+    return lcm(*sizes, blocks.hit_tokens) if sizes else 0
+
+
+def reached(blocks: DeviceBlocks, unit: int, tokens: int) -> int:
+    """Return after how many of a prompt's ``tokens`` tokens its longest hit ends, once they are computed here.
+
+    So vLLM keeps its last state there. ``unit``: see ``hit_unit``.
+    """
+    return max(tokens - blocks.left_by_hits, 0) // unit * unit if unit else 0

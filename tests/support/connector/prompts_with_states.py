@@ -21,12 +21,14 @@ BLOCK = 4
 class StateEngine:
     """Blocks of one group with keys and values and two with states, in vLLM's mode "none" or "align", or with rings."""
 
-    def __init__(self, mode: str = "align", blocks: int = 40, *, drafts: bool = False, **stated: int) -> None:
-        """``drafts``: from hidden states. ``stated``: what else vLLM states of the states: blocks for drafts and
-        checkpoints.
+    def __init__(
+        self, mode: str = "align", blocks: int = 40, *, drafts: bool = False, larger: int = 1, **stated: int
+    ) -> None:
+        """``drafts``: from hidden states. ``larger``: how many times, blocks of keys. ``stated``: what else vLLM states
+        of the states: blocks for drafts and checkpoints.
         """
         size = MAX_TOKENS if mode == "none" else BLOCK
-        full = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+        full = FullAttentionSpec(block_size=larger * BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
         if mode == "ring":
             from vllm.v1.kv_cache_interface import CircularBufferSpec  # noqa: PLC0415  vLLM 0.23 has none
 
@@ -39,7 +41,7 @@ class StateEngine:
         groups = [KVCacheGroupSpec([f"layer {number}"], spec) for number, spec in enumerate((full, state, state))]
         config = KVCacheConfig(blocks, [], groups)
         self.manager = KVCacheManager(
-            config, max_model_len=MAX_TOKENS, scheduler_block_size=size, hash_block_size=size,
+            config, max_model_len=MAX_TOKENS, scheduler_block_size=larger * size, hash_block_size=size,
             max_in_flight_tokens=MAX_TOKENS, enable_caching=mode != "none", use_eagle=drafts,
         )  # fmt: skip
         self._setup = Setup(groups=((size, 0),))

@@ -99,12 +99,16 @@ def test_what_another_model_has_computed_is_not_found() -> None:
     assert not engine.blocks.found_states(request, 1, BLOCK)
 
 
+@pytest.mark.parametrize("larger", [1, 2])
 @pytest.mark.parametrize("drafts", [False, True])
 @pytest.mark.parametrize("tokens", range(2 * BLOCK + 1, 4 * BLOCK + 2))
-def test_the_next_turn_finds_the_prompt_up_to_the_state_that_was_pulled(drafts: bool, tokens: int) -> None:
-    """With drafts from hidden states, vLLM leaves out the last block that it finds of keys and values."""
+def test_the_next_turn_finds_the_prompt_up_to_the_state_that_was_pulled(tokens: int, drafts: bool, larger: int) -> None:
+    """With drafts from hidden states, vLLM leaves out the last block that it finds of keys and values.
+
+    It finds whole blocks of keys only, which may be ``larger`` than those of states.
+    """
     for answer in range(1, 2 * BLOCK):
-        engine = StateEngine(drafts=drafts)
+        engine = StateEngine(drafts=drafts, larger=larger)
         borders = BorderStates(engine.blocks, engine.retentions)
         request, next_turn = (
             engine.request("r", tokens),
@@ -115,8 +119,9 @@ def test_the_next_turn_finds_the_prompt_up_to_the_state_that_was_pulled(drafts: 
         borders.end("r", is_right=True)
         engine.answer(request, next_turn.prompt_token_ids[tokens : tokens + answer])
         engine.manager.free(request)
-        dropped = BLOCK if drafts else 1
-        assert engine.found(next_turn) >= (tokens - dropped) // BLOCK * BLOCK, f"after an answer of {answer} tokens"
+        unit = larger * BLOCK
+        dropped = unit if drafts else 1
+        assert engine.found(next_turn) >= (tokens - dropped) // unit * unit, f"after an answer of {answer} tokens"
 
 
 @pytest.mark.parametrize(("first", "state"), [(20, 20), (28, 20), (16, 0)])
