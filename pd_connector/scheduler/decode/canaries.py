@@ -30,6 +30,7 @@ from layout.scratch import STATES, blocks_holding
 from layout.states import running_entry
 from pd_connector.orders import CanaryEnds, CanaryReference, CanaryRoom, Cause, Orders, PullOrder, Report
 from pd_connector.params import RemotePrefill
+from pd_connector.scheduler.decode.border_states import hit_unit, reached
 from pd_connector.scheduler.decode.legs import Refused
 from pd_connector.scheduler.scheduler_role import SchedulerRole, ended
 from pd_connector.stats import StatsRecorder
@@ -344,7 +345,7 @@ class Canaries(SchedulerRole):
         assert self._room is not None, "no worker is known"
         size = kept.block_tokens
         if kept.states:
-            running, border = running_entry(tokens.stop, size), tokens.stop // size - 1
+            running, border = running_entry(tokens.stop, size), self._border(tokens) // size - 1
             ids = dict.fromkeys((border,), 2 + area * STATES) | {running: 1 + area * STATES}
             return tuple(ids.get(entry, 0) for entry in range(running + 1))
         of_area = blocks_holding(min(self._room.tokens, kept.window or self._room.tokens), size)
@@ -352,6 +353,11 @@ class Canaries(SchedulerRole):
         needed = max(first, kept.first_needed(tokens.stop + 1) // size)
         base = 1 + area * of_area
         return (*[0] * needed, *range(base, base + end - needed))
+
+    def _border(self, tokens: range) -> int:
+        """Return after how many tokens the state is compared: the last that vLLM keeps of what is computed here."""
+        unit = hit_unit(self._blocks, self._groups, tokens.stop)
+        return reached(self._blocks, unit, tokens.stop + 1)
 
     @staticmethod
     def _is_open(canary: _Canary) -> bool:
@@ -368,7 +374,7 @@ class Canaries(SchedulerRole):
         table, held = list[tuple[int, ...]](), []
         for group, (kept, blocks) in enumerate(zip(self._groups, self._blocks.table(request_id), strict=True)):
             if kept.states:  # the running one goes on with every token
-                border = tokens.stop // kept.block_tokens - 1
+                border = self._border(tokens) // kept.block_tokens - 1
                 state = self._blocks.found_state(canary.request, group, border, kept.block_tokens)
                 table.append(() if state is None else (*[0] * border, int(state.block_id)))
                 held += [] if state is None else [state]
