@@ -17,6 +17,7 @@ Everything runs on the scheduler's thread.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -40,7 +41,8 @@ logger = logging.getLogger(__name__)
 
 LandingMode = Literal["auto", "always"]  # if the device has no room, or each that may
 
-#: Landings at a time. Others wait until one of them ends; the pull timeout counts from the order on.
+#: Landings at a time from one prefill engine, whose session takes a few at once: the pull timeout counts from the order
+#: on. Others from there wait until one of them ends, but not those from other engines: it may hang.
 _MAX_UNDER_WAY = 16
 
 
@@ -61,6 +63,7 @@ class _FellBack:
 @dataclass(slots=True)
 class _Landing:
     request: "Request"
+    engine_id: str  # of the prefill engine
     hit: HostHit  # what the request is given: what host memory held before, and what lands
     first_token: int  # of those that land
     ends: RankEnds
@@ -84,6 +87,7 @@ class Landings(SchedulerRole):
         self._demand = demand
         self._ranks = ranks
         self._under_way: dict[str, _Landing] = {}
+        self._from: Counter[str] = Counter()  # how many of them, by prefill engine
         self._orders: list[PullOrder] = []
         self._fell_back: dict[str, _FellBack] = {}  # by request
 
@@ -97,7 +101,7 @@ class Landings(SchedulerRole):
         remote = self._consumer.may_land(request)
         if remote is None or (self._mode == "auto" and self._demand.has_room_for(request)):
             return False
-        if len(self._under_way) >= _MAX_UNDER_WAY:
+        if self._from[remote.remote_engine_id] >= _MAX_UNDER_WAY:
             return True
         before = self._fell_back.get(request.request_id)
         if before is not None and self._tier.loans.free <= before.free and computed_tokens <= before.computed_tokens:
@@ -146,6 +150,7 @@ class Landings(SchedulerRole):
         """Raise AssertionError unless the books balance."""
         assert all(landing.ends.ranks < self._ranks for landing in self._under_way.values()), "one should have ended"
         lent = [each.hit.blocks + each.border_blocks for each in self._under_way.values()]
+        assert self._from == Counter(each.engine_id for each in self._under_way.values()), "landings are miscounted"
         assert self._tier.loans.are_lent(lent), "slots that prompts are pulled to are not lent"
         assert self._under_way.keys() == self._consumer.landing, "the pulls that land are not the landings"
 
@@ -173,7 +178,10 @@ class Landings(SchedulerRole):
             block_ids[group][entry] = slot.block_id
         order = self._consumer.start_landing(request, tuple(map(tuple, block_ids)), range(first, end))
         self._orders.append(order)
-        self._under_way[request.request_id] = _Landing(request, hit, first, RankEnds(0), states)
+        self._under_way[request.request_id] = _Landing(
+            request, remote.remote_engine_id, hit, first, RankEnds(0), states
+        )  # fmt: skip
+        self._from[remote.remote_engine_id] += 1
         return True
 
     def _borders(
@@ -217,6 +225,7 @@ class Landings(SchedulerRole):
 
     def _end(self, landing: _Landing) -> None:
         request_id, is_wanted = landing.request.request_id, landing.is_wanted
+        self._from -= Counter([landing.engine_id])  # which leaves no engine behind with none
         self._consumer.end_landing(request_id, failed=landing.ends.failed)
         if landing.ends.failed or not is_wanted:
             self.counts["landings", "failed" if landing.ends.failed else "left"] += 1

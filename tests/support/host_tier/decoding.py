@@ -59,13 +59,14 @@ class LandingEngine:
         self._loads: list[LoadOrder] = []  # that nobody has taken
         self._given: dict[str, list[list[int]]] = {}  # device blocks, by cache group; 0 where a window has passed
 
-    def arrive(self, name: str, seed: int = 0, tokens: int = 41) -> Any:
+    def arrive(self, name: str, seed: int = 0, tokens: int = 41, engine_id: str = "engine-p") -> Any:
         prompt = a_prompt(tokens, seed)
         request = self.requests[name] = make_request(self.setup, name, prompt)
         self._seeds[name] = seed
         theirs = [tuple(range(1, -(-tokens // kept.block_tokens) + 1)) for kept in self.kept]
         remote = a_remote(
             prompt,
+            remote_engine_id=engine_id,
             lease_id=f"lease-of-{name}",
             remote_block_ids=tuple(theirs),
             remote_block_sizes=self.setup.sizes,

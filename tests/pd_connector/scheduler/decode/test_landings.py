@@ -255,6 +255,21 @@ def test_a_prompt_that_found_no_slots_is_looked_up_again_only_when_more_are_free
     engine.check()
 
 
+def test_an_engine_that_hangs_keeps_only_its_own_prompts_from_landing() -> None:
+    engine = LandingEngine(slots=100)
+    for number in range(16):
+        engine.arrive(f"r{number}", seed=number, engine_id="hangs")
+        assert engine.ask(f"r{number}") is None
+    engine.arrive("next", seed=16, engine_id="hangs")
+    engine.arrive("other", seed=17, engine_id="healthy")
+    assert engine.ask("next") is engine.ask("other") is None
+    assert engine.under_way == [*(f"r{number}" for number in range(16)), "other"]
+    engine.end_landing("r0", failed=True)
+    assert engine.ask("next") is None
+    assert engine.under_way[-1] == "next"
+    engine.check()
+
+
 def test_what_became_of_landings_is_counted() -> None:
     engine, counted = LandingEngine(slots=NEEDED), Counter[str]()
     for number, failed in enumerate((False, True, True)):
