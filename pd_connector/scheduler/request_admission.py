@@ -71,7 +71,7 @@ class RequestAdmission(SchedulerRole):
             limits: of leases.
             demand: of the device's blocks, which count those that are leased.
             leases: of this engine.
-            consumer: the engine's role as a decode engine, if it has it.
+            consumer: the engine's role as a decode engine, if it also prefills for others.
             clock: a monotonic clock, in seconds.
             loaded_first: whether vLLM itself gives requests whose tokens have arrived their turn before others.
         """

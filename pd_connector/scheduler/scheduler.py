@@ -443,8 +443,8 @@ class ConnectorScheduler:
         return Bootstrap(self._config.host or host_address(), producer.port, engine_ranks(self._vllm_config), port)
 
     def _make_admission(self, leases: LeaseTable[Leased]) -> RequestAdmission:
-        consumer = self._consumer if self._role.is_read else None  # nobody waits for pulls where there are no leases
-        fraction = self._limits.leased_fraction(consumes=consumer is not None)
+        consumer = self._consumer if self._role.produces else None  # no pull here ends a prefix that is lent
+        fraction = self._limits.leased_fraction(consumes=self._role.consumes)
         limits = AdmissionLimits(fraction, self._config.lease_ttl_s, self._config.queue_timeout_s)
         loaded_first = installed.current().serves_loaded_first
         return RequestAdmission(limits, self._demand, leases, consumer, self._clock, loaded_first=loaded_first)

@@ -210,6 +210,23 @@ def test_a_paused_decode_engine_does_not_starve_the_others(world: World) -> None
     assert ends(lost) == {"finished": 12}
 
 
+@pytest.mark.parametrize("serve_prefixes", [False, True])
+def test_what_has_landed_does_not_wait_for_newer_pulls_on_an_engine_that_computes_no_prompts_for_others(
+    world: World, serve_prefixes: bool
+) -> None:
+    """Its slots are those in which others would land. No pull ends a lease of this engine's, if it serves prefixes."""
+    prefill = EngineSim(world, "kv_producer", blocks=800)
+    settings: dict[str, Any] = {"host_transfers": "auto", "serve_prefixes": serve_prefixes}
+    decode = EngineSim(world, "kv_consumer", blocks=40, slots=40, **settings)
+    asked = [ClientRequest(f"r{number}", [number] * 150, 12, decode) for number in range(40)]
+    for each in asked:
+        prefill.ask(each)
+        world.step()
+    world.run(within_s=10)
+    assert ends(asked) == {"finished": 40}
+    assert decode.counts["landed"] > 30
+
+
 def test_an_overloaded_decode_engine_loses_no_lease_while_it_moves(world: World) -> None:
     prefill = EngineSim(world, "kv_producer", blocks=200)
     decode = EngineSim(world, "kv_consumer", blocks=16)
