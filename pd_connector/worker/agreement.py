@@ -27,12 +27,23 @@ _FORMATS = {
     torch.float8_e5m2: "fp8_e5m2",
     torch.int8: "int8",
 }
-#: What is in a tensor of bytes, by vLLM's setting.
-_FORMATS_IN_BYTES = {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
-#: Settings with which integers are not numbers of one unit: each token has a scale of its own.
-_OWN_SCALES = "_per_token_head"
+#: What is in a tensor of integers, by vLLM's setting, if that is not one number each. Scaled: behind the codes of each
+#: token and head follows their scale, a float32. There, a row has K and its scale, then V and its scale.
+_FORMATS_OF_INTEGERS = {
+    (torch.uint8, "fp8"): "fp8_e4m3",
+    (torch.uint8, "fp8_e4m3"): "fp8_e4m3",
+    (torch.uint8, "fp8_e5m2"): "fp8_e5m2",
+    (torch.uint8, "fp8_per_token_head"): "fp8_e4m3_scaled",
+    (torch.int8, "int8_per_token_head"): "int8_scaled",
+}
+_SCALE_BYTES = 4
 #: Opaque planes of this packing hold numbers, K in the first half of a head's block and V in the second.
 _CPU_PACKING = "cpu-"
+#: A block of this packing has the codes of all tokens, and then their scales, if its rows have so many bytes.
+_INDEXER_PACKING, _INDEXER_BYTES = "sparse_indexer", 128 + _SCALE_BYTES
+#: MLA with so many bytes a row: the latent vector in tiles of 128 codes, the scales of the tiles, the rotary key in
+#: bfloat16. Source: ``vllm.v1.attention.backends.mla.flashmla_sparse``.
+_DS_MLA, _DS_MLA_BYTES, _LATENT, _TILE = "fp8_ds_mla", 656, 512, 128
 
 
 #: Places of a token that are usually smaller than this share of the others are measured by the others: they are noise.
@@ -66,7 +77,11 @@ class _Tolerance:
     may grow so. float16 and float32 round less than bfloat16, except for what a GPU's TF32 does (as float16) and for
     what experts do, which rounding of any size flips. An fp8 cache rounds by steps of 1/8 (e5m2: 1/4) of a value, so an
     error of 0.004 before it moves some items by such a step: the square root of their product, 0.02. int8 is taken as
-    fp8. Bytes that nobody decodes are equal where both sides round to the same value, and else by chance only.
+    fp8, and so is what attention has computed from an fp8 cache, though it be kept in bfloat16 there. Scales of each
+    token leave the errors of their numbers as they are. Bytes that nobody decodes are equal where both sides round to
+    the same value, and else by chance only: ten times the rounding of a first layer changes 0.55 of them, the 0.65 that
+    fp8 may grow to 0.91 (8 bits) to 0.96 (two numbers of 4 bits a byte), where unrelated values differ in 0.95 and more
+    to 0.99. So behind the first layer, bytes of 8 bits tell only what did not arrive.
 
     Not told from rounding: a change of less than ``first`` in the first layer and of less than ``step`` added in any
     other, as by an adapter that changes K and V by less.
@@ -85,7 +100,10 @@ _TOLERANCES = {
     "fp8_e4m3": _Tolerance(0.1, 0.2, 0.35, 0.65),
     "fp8_e5m2": _Tolerance(0.15, 0.3, 0.35, 0.65),
     "int8": _Tolerance(0.1, 0.2, 0.35, 0.65),
-    "bytes": _Tolerance(0.6, 0.8, 0.85, 0.85),
+    "fp8_e4m3_scaled": _Tolerance(0.1, 0.2, 0.35, 0.65),
+    "int8_scaled": _Tolerance(0.1, 0.2, 0.35, 0.65),
+    "bfloat16_beside_fp8": _Tolerance(0.06, 0.15, 0.35, 0.65),
+    "bytes": _Tolerance(0.6, 0.8, 0.975, 0.975),
 }
 #: By how much more a layer may differ than nine in ten tokens of any layer before it.
 _GROWTH = 3.0
@@ -128,19 +146,23 @@ class Disagreement:
         return f"layer {self.layer!r}, part {self.part!r} ({self.format}): {found}{times}"
 
 
-def cache_format(tensor_dtype: torch.dtype, cache_dtype: str, packing: str = "") -> str:
-    """Return the format of a layer's cache: a key of the tolerances, "bytes" if its items are not single numbers.
+def cache_format(tensor_dtype: torch.dtype, cache_dtype: str, plane: Plane) -> str:
+    """Return the format of a layer's cache: a key of the tolerances or ``_DS_MLA``; "bytes" if its form is not known.
 
     Args:
         tensor_dtype: of the layer's tensor.
         cache_dtype: vLLM's setting, as ``CacheConfig.cache_dtype``; it says what is in a tensor of bytes.
-        packing: as ``Plane.packing``.
+        plane: with the layer.
     """
-    if (packing and not packing.startswith(_CPU_PACKING)) or cache_dtype.endswith(_OWN_SCALES):
+    row_bytes = plane.content * plane.item_size
+    if plane.packing == _INDEXER_PACKING and tensor_dtype == torch.uint8:
+        # A block of compressed rows has several pages, each with its scales, and only the kernel knows how many.
+        return "fp8_e4m3_scaled" if row_bytes == _INDEXER_BYTES and plane.tokens_per_row == 1 else "bytes"
+    if plane.packing and not plane.packing.startswith((_CPU_PACKING, _INDEXER_PACKING)):
         return "bytes"
-    if tensor_dtype == torch.uint8:
-        return _FORMATS_IN_BYTES.get(cache_dtype, "bytes")
-    return _FORMATS.get(tensor_dtype, "bytes")
+    if (tensor_dtype, cache_dtype, row_bytes) == (torch.uint8, _DS_MLA, _DS_MLA_BYTES):
+        return _DS_MLA
+    return _FORMATS_OF_INTEGERS.get((tensor_dtype, cache_dtype)) or _FORMATS.get(tensor_dtype, "bytes")
 
 
 def plane_samples(
@@ -150,19 +172,31 @@ def plane_samples(
 
     Args:
         plane: of which ``computed`` and ``pulled`` were read; their ranges of tokens are equal.
-        form: the format of its items.
+        form: as ``cache_format`` says.
         depths: place among the model's attention layers, by layer name.
         computed, pulled: what the two caches hold.
     """
     held = computed.held & pulled.held
     for number, layer in enumerate(plane.layers):
-        ours, theirs = computed.data[number, held], pulled.data[number, held]
-        if plane.packing.startswith(_CPU_PACKING):
-            halves = zip("kv", _halves(ours, plane.block_tokens), _halves(theirs, plane.block_tokens), strict=True)
-        else:
-            halves = zip([plane.part], [ours], [theirs], strict=True)
-        for part, here, there in halves:
-            yield Sample(layer, depths[layer], part, form, here, there)
+        sides = (_parts(plane, form, side.data[number, held]) for side in (computed, pulled))
+        for (part, of_part, here), (_, _, there) in zip(*sides, strict=True):
+            yield Sample(layer, depths[layer], part, of_part, here, there)
+
+
+def _parts(plane: Plane, form: str, rows: UInt8Array) -> list[tuple[str, str, UInt8Array]]:
+    """Return what ``rows`` [tokens, heads, bytes] have of each part: name, format, and rows of it."""
+    if plane.packing.startswith(_CPU_PACKING):
+        return [(part, form, half) for part, half in zip("kv", _halves(rows, plane.block_tokens), strict=True)]
+    if form == _DS_MLA:
+        tiles, of_token = _LATENT // _TILE, (len(rows), _LATENT // _TILE * rows.shape[1])
+        codes, scales, rope = np.split(rows, [_LATENT, _LATENT + tiles * _SCALE_BYTES], axis=2)
+        latent = np.concatenate([codes.reshape(*of_token, _TILE), scales.reshape(*of_token, _SCALE_BYTES)], axis=2)
+        return [("mla_latent", "fp8_e4m3_scaled", latent), ("mla_rope", "bfloat16_beside_fp8", rope)]
+    if form not in _SCALED:
+        return [(plane.part, form, rows)]
+    if plane.packing == _INDEXER_PACKING:
+        return [(plane.part, form, _scales_in_rows(rows, plane.block_tokens))]
+    return [(part, form, half) for part, half in zip("kv", np.split(rows, 2, axis=2), strict=True)]
 
 
 def state_samples(
@@ -182,11 +216,24 @@ def state_samples(
 def _halves(rows: UInt8Array, block_tokens: int) -> tuple[UInt8Array, UInt8Array]:
     """Return the first and the second half of each whole block of each head in ``rows`` [tokens, heads, bytes]."""
     _, heads, size = rows.shape
-    blocks = (
-        rows.reshape(-1, block_tokens, heads, size).transpose(0, 2, 1, 3).reshape(-1, heads, 2, block_tokens, size // 2)
-    )
+    blocks = _blocks(rows, block_tokens).reshape(-1, heads, 2, block_tokens, size // 2)
     first, second = (blocks[:, :, half].transpose(0, 2, 1, 3).reshape(-1, heads, size // 2) for half in (0, 1))
     return first, second
+
+
+def _scales_in_rows(rows: UInt8Array, block_tokens: int) -> UInt8Array:
+    """Return ``rows`` [tokens, heads, bytes], of blocks with all codes before all scales, with each token's own."""
+    _, heads, size = rows.shape
+    codes, scales = np.split(_blocks(rows, block_tokens), [block_tokens * (size - _SCALE_BYTES)], axis=2)
+    by_token = [part.reshape(-1, heads, block_tokens, part.shape[2] // block_tokens) for part in (codes, scales)]
+    return np.concatenate(by_token, axis=3).transpose(0, 2, 1, 3).reshape(-1, heads, size)
+
+
+def _blocks(rows: UInt8Array, block_tokens: int) -> UInt8Array:
+    """Return whole blocks in ``rows`` [tokens, heads, bytes] in the order of memory: [blocks, heads, bytes]."""
+    _, heads, size = rows.shape
+    by_block = rows.reshape(-1, block_tokens, heads, size).transpose(0, 2, 1, 3)
+    return by_block.reshape(-1, heads, block_tokens * size)
 
 
 def compare(samples: Sequence[Sample], model_dtype: str) -> Disagreement | None:
@@ -255,9 +302,14 @@ def _numbers_of_bytes(dtype: torch.dtype) -> FloatArray:
     return np.asarray(torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype).to(torch.float64).numpy())
 
 
+def _bfloat16(data: UInt8Array) -> FloatArray:
+    return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+
+
 #: How a format's items are decoded. By numpy: torch would take the threads that the model computes with.
 _DECODE: Mapping[str, Callable[[UInt8Array], FloatArray]] = {
-    "bfloat16": lambda data: (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float64),
+    "bfloat16": _bfloat16,
+    "bfloat16_beside_fp8": _bfloat16,
     "float16": lambda data: data.view(np.float16).astype(np.float64),
     "float32": lambda data: data.view(np.float32).astype(np.float64),
     "int8": lambda data: data.view(np.int8).astype(np.float64),
@@ -266,16 +318,26 @@ _DECODE: Mapping[str, Callable[[UInt8Array], FloatArray]] = {
         for name, dtype in (("fp8_e4m3", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2))
     },
 }
+#: Formats in which a scale follows the codes of a token and head, and that of the codes.
+_SCALED = {"fp8_e4m3_scaled": "fp8_e4m3", "int8_scaled": "int8"}
 
 
 def _values(sample: Sample) -> tuple[FloatArray, FloatArray]:
     """Return both sides as numbers: [tokens, heads * items]."""
-    decode = _DECODE[sample.format]
     with np.errstate(invalid="ignore"):  # what is not a number stays none
         ours, theirs = (
-            decode(np.ascontiguousarray(side.reshape(len(side), -1))) for side in (sample.computed, sample.pulled)
+            _decoded(np.ascontiguousarray(side), sample.format).reshape(len(side), -1)
+            for side in (sample.computed, sample.pulled)
         )
     return ours, theirs
+
+
+def _decoded(rows: UInt8Array, form: str) -> FloatArray:
+    """Return the numbers in ``rows`` [tokens, heads, bytes]: [tokens, heads, items]."""
+    if form not in _SCALED:
+        return _DECODE[form](rows)
+    codes, scales = np.split(rows, [-_SCALE_BYTES], axis=2)
+    return _DECODE[_SCALED[form]](codes) * scales.view(np.float32).astype(np.float64)
 
 
 def _scaled(computed: FloatArray, pulled: FloatArray) -> tuple[FloatArray, FloatArray]:

@@ -185,7 +185,7 @@ def plane_formats(geometry: WorkerGeometry, kv_caches: Mapping[str, Cache], cach
             starts = [tensor for tensor in tensors if tensor.data_ptr() <= plane.address]
             tensor = max(starts or tensors, key=lambda each: int(each.data_ptr()))
             dtype = getattr(torch, plane.dtype) if plane.dtype else tensor.dtype
-            formats[plane] = cache_format(dtype, cache_dtype, plane.packing)
+            formats[plane] = cache_format(dtype, cache_dtype, plane)
     return formats
 
 

@@ -352,7 +352,7 @@ def test_one_value_that_overflows_on_one_side_is_no_difference() -> None:
 
 
 @pytest.mark.parametrize(
-    ("share", "depth", "differs"), [(0.3, 0, False), (0.7, 3, False), (0.9, 0, True), (0.98, 3, True)]
+    ("share", "depth", "differs"), [(0.55, 0, False), (0.96, 3, False), (0.9, 0, True), (0.99, 3, True)]
 )
 def test_bytes_of_unknown_meaning_are_counted(share: float, depth: int, differs: bool) -> None:
     random = np.random.default_rng(1)
@@ -377,17 +377,21 @@ def test_bytes_of_unknown_meaning_are_counted(share: float, depth: int, differs:
         (torch.uint8, "fp8_e5m2", "", "fp8_e5m2"),
         (torch.float8_e4m3fn, "fp8_inc", "", "fp8_e4m3"),
         (torch.int8, "auto", "", "int8"),
-        (torch.int8, "int8_per_token_head", "", "bytes"),
+        (torch.int8, "int8_per_token_head", "", "int8_scaled"),
+        (torch.bfloat16, "int8_per_token_head", "", "bfloat16"),  # likewise left out
         (torch.uint8, "fp8_ds_mla", "", "bytes"),
         (torch.uint8, "nvfp4", "", "bytes"),
         (torch.uint8, "auto", "", "bytes"),
-        (torch.uint8, "fp8_per_token_head", "", "bytes"),
+        (torch.uint8, "fp8_per_token_head", "", "fp8_e4m3_scaled"),
+        (torch.uint8, "int4_per_token_head", "", "bytes"),
         (torch.uint8, "fp8", "sparse_indexer", "bytes"),
+        (torch.bfloat16, "auto", "sparse_indexer", "bfloat16"),  # MiniMax-M3's, without scales
+        (torch.float8_e4m3fn, "auto", "sparse_indexer", "fp8_e4m3"),
         (torch.bfloat16, "auto", "deepseek_v4", "bytes"),
     ],
 )
 def test_the_format_of_a_cache(tensor: torch.dtype, setting: str, packing: str, form: str) -> None:
-    assert cache_format(tensor, setting, packing) == form
+    assert cache_format(tensor, setting, a_plane("kv", packing)) == form
 
 
 def a_plane(part: str, packing: str = "") -> Plane:
