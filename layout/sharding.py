@@ -153,7 +153,7 @@ def _missing_message(plane: Plane, layer: str, head: int, remotes: Sequence[Work
     if not planes:
         return (
             f"{missing}; both engines must serve the same model with the same draft. An engine may do without the "
-            "other's draft only if drafts are sampled greedily and all KV caches have one precision"
+            "other's draft only if drafts are sampled greedily and all cache groups have one precision"
         )
     if any(other.part == plane.part for other in planes):
         total = max(other.total_heads for other in planes)

@@ -72,8 +72,15 @@ class GroupSpec:
 
 
 def needs_zeroing(kv_cache_config: "KVCacheConfig") -> bool:
-    """Return whether kernels may take what an earlier use has left in a block for numbers, so that vLLM zeroes it."""
-    return bool(kv_cache_config.needs_kv_cache_zeroing)
+    """Return whether kernels may take what an earlier use has left in a block for numbers, so that vLLM zeroes it.
+
+    In a single group of several precisions, as of MLA and its indexer, each layer has a place of its own in all blocks.
+    vLLM says of its workers that they need zeroing there, too, but its scheduler, which orders it, knows a group by one
+    of its layers.
+    """
+    groups = kv_cache_config.kv_cache_groups
+    has_states = any(is_state(spec) for group in groups for spec in _specs_by_layer(group).values())
+    return bool(kv_cache_config.needs_kv_cache_zeroing) and (len(groups) > 1 or has_states)
 
 
 def cache_groups(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> tuple[GroupSpec, ...]:
@@ -82,7 +89,8 @@ def cache_groups(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") ->
     Raises:
         UnsupportedError: a group's cache is not of a kind that the connector serves, such as Mamba state.
     """
-    groups, one_precision = [], not current().has_mixed_precision(kv_cache_config)
+    groups: list[GroupSpec] = []
+    one_precision = len(kv_cache_config.kv_cache_groups) == 1 or not current().has_mixed_precision(kv_cache_config)
     layout = current().layout_of(kv_cache_config) or ""
     heads_first = "H" in layout and layout.index("H") < layout.index("N")
     for group in kv_cache_config.kv_cache_groups:

@@ -227,7 +227,7 @@ def _refuse(layer: str, kind: str, what: str, way_out: str = "serve this model w
 def layer_spec(vllm_config: "VllmConfig", name: str, spec: Any, *, one_precision: bool = True) -> LayerSpec:
     """Return what a served ``spec`` states of the cache of layer ``name``.
 
-    ``one_precision``: all caches of the engine have the same dtype and quantization.
+    ``one_precision``: all caches that take each other's blocks have the same dtype and quantization.
     """
     packed_bytes = getattr(spec, "state_content_bytes", None)
     # vllm-ascend's sparse indexer has all tokens on every rank, though its block table is one of shared tokens.
@@ -393,7 +393,7 @@ def _may_be_missing(vllm_config: "VllmConfig", layer: str) -> bool:
     That is so of the layers that draft tokens, if drafts are sampled greedily: vLLM then accepts a draft token with the
     probability that the model gives it, and samples from the model otherwise, whatever was drafted. Where draft
     probabilities are part of that decision, they must be numbers; but a draft whose cache lacks the prefix attends to
-    what its blocks last held, which with caches of several precisions may not be numbers at all.
+    what its blocks last held, which with cache groups of several precisions may not be numbers at all.
 
     A layer that is not recognized as a draft's is treated as one of the model's.
     """

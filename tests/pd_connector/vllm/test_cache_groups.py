@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -20,7 +21,7 @@ from vllm.v1.kv_cache_interface import (
 
 from pd_connector.vllm import cache_groups as module
 from pd_connector.vllm import cache_specs
-from pd_connector.vllm.cache_groups import GroupSpec, Ranks, cache_groups, retentions, with_head_orders
+from pd_connector.vllm.cache_groups import GroupSpec, Ranks, cache_groups, needs_zeroing, retentions, with_head_orders
 from pd_connector.vllm.cache_specs import LayerSpec, Retention
 from pd_connector.vllm.cpu.head_order import HeadOrder
 from pd_connector.vllm.engine_config import UnsupportedError
@@ -129,11 +130,42 @@ def test_workers_that_share_the_computation_of_prompts_are_numbered_as_vllm_does
     assert {rank.world_size for rank in ranks} == {12}
 
 
+# Caches of several precisions
+
+LATENT = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+STATE = MambaSpec(block_size=64, shapes=((4, 8),), dtypes=(torch.float32,), mamba_type="mamba2")
+CODES = replace(LATENT, head_size=132, dtype=torch.uint8)
+
+
+def with_draft(number: int) -> Any:
+    """A layer's latent vectors and the codes of its indexer, in one group: of two precisions."""
+    name = f"model.layers.{number}.self_attn"
+    return UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={name: LATENT, f"{name}.indexer": CODES})
+
+
+@pytest.mark.parametrize(
+    "specs", [[with_draft(8)], [LATENT], [FULL, WINDOWED], [FULL, replace(WINDOWED, dtype=torch.uint8)], [STATE]]
+)
+def test_blocks_are_zeroed_if_vllms_scheduler_orders_it(specs: Sequence[Any]) -> None:
+    groups = [KVCacheGroupSpec(list(getattr(spec, "kv_cache_specs", "a")), spec) for spec in specs]
+    config = KVCacheConfig(8, [], groups)
+    if INSTALLED < (0, 30) and STATE in specs:
+        pytest.skip("states are not served")
+    assert needs_zeroing(config) is generate_scheduler_kv_cache_config([config]).needs_kv_cache_zeroing
+
+
+def test_a_draft_may_be_missing_if_no_other_precision_takes_its_blocks() -> None:
+    """Within a group, each layer has its own place in every block."""
+    spec, drafting = with_draft(8), model_config(draft_heads=1)
+    (alone,) = stated_groups((list(spec.kv_cache_specs), spec), config=drafting)
+    assert {layer.optional for layer in alone.layers.values()} == {True}
+    beside, _ = stated_groups((list(spec.kv_cache_specs), spec), (["a"], FULL), config=drafting)
+    assert {layer.optional for layer in beside.layers.values()} == {False}
+
+
 # Where ranks share the tokens of a request
 
 SHARED: dict[str, Any] = {"decode_context_parallel_size": 4, "cp_kv_cache_interleave_size": 8}
-LATENT = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
-STATE = MambaSpec(block_size=64, shapes=((4, 8),), dtypes=(torch.float32,), mamba_type="mamba2")
 
 
 class Indexer(MLAAttentionSpec):  # type: ignore[misc]
