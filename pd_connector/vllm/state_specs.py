@@ -57,7 +57,6 @@ class StateSpec:
     parts: tuple[StatePart, ...]
     shapes: tuple[tuple[int, ...], ...]  # of one state's tensors
     dtypes: "tuple[torch.dtype, ...]"
-    page_bytes: int  # of one block, with padding
     is_column_first: bool  # of a convolution: [columns, rows]
     is_replicated: bool  # every rank holds the whole state
 
@@ -86,31 +85,29 @@ def state_spec(vllm_config: "VllmConfig", layer: str, spec: Any) -> StateSpec:
     columns, rows = (conv if is_column_first else conv[::-1]) if conv else (0, 0)
     widths = _widths(_type(spec), columns, recurrence)
     if (conv is None and recurrence is None) or sum(heads * content for _, heads, content in widths) != columns:
-        replays = getattr(vllm_config.cache_config, "use_replayssm", False)  # as ReplaySSM or RecoverSSM
-        way_out = "start without --use-replayssm" if replays else "serve this model without PDConnector"
         raise UnsupportedError(
             f"the states of layer {layer!r} are of type {_type(spec)} with shapes {shapes}, which PDConnector does not "
-            f"know: {way_out}"
+            f"know: serve this model without PDConnector"
         )
     parts, first = [], 0
     config = vllm_config.model_config.hf_text_config.to_dict()
+    # With RecoverSSM, there are no blocks for drafts, and room for them in the convolution all the same.
+    drafts = max(int(spec.num_speculative_blocks), int(getattr(vllm_config, "num_speculative_tokens", 0)))
     for name, heads, content in widths:
         total = _total_groups(heads, ranks, config) if name in _GROUPED else heads * ranks
-        parts.append(StatePart(f"conv_{name}", 0, _input_rows(rows, spec, config), heads, total, content, first))
+        parts.append(StatePart(f"conv_{name}", 0, _input_rows(rows, drafts, config), heads, total, content, first))
         first += heads * content
     if recurrence is not None:
         heads = recurrence[0]
         parts.append(StatePart(RECURRENCE, len(shapes) - 1, 1, heads, heads * ranks, prod(recurrence[1:]), 0))
-    return StateSpec(
-        tuple(parts), shapes, tuple(spec.dtypes), int(spec.page_size_bytes), is_column_first, is_replicated
-    )
+    return StateSpec(tuple(parts), shapes, tuple(spec.dtypes), is_column_first, is_replicated)
 
 
 def _ring(spec: Any) -> StateSpec:
     page = int(getattr(spec, "unpadded_page_size_bytes", spec.page_size_bytes))
     items = page // int(spec.dtype.itemsize)
     part = StatePart(RECURRENCE, 0, 1, 1, 1, items, 0)
-    return StateSpec((part,), ((items,),), (spec.dtype,), int(spec.page_size_bytes), False, True)
+    return StateSpec((part,), ((items,),), (spec.dtype,), False, True)
 
 
 def _type(spec: Any) -> str:
@@ -147,9 +144,8 @@ def _widths(kind: str, columns: int, recurrence: Sequence[int] | None) -> list[t
     return [("q", pairs, inner), ("k", pairs, inner), ("v", heads, size)]
 
 
-def _input_rows(rows: int, spec: Any, config: Any) -> int:
+def _input_rows(rows: int, drafts: int, config: Any) -> int:
     """Return how many rows of a convolution are inputs; those behind are room for drafts."""
-    drafts = int(getattr(spec, "num_speculative_blocks", 0) or 0)
     return rows - drafts if drafts and rows + 1 not in set(numbers_under(_CONV_KERNEL, config)) else rows
 
 

@@ -14,28 +14,24 @@ if INSTALLED < (0, 30):
     module_needs((0, 30), "states of recurrent layers")
 
 import torch
-from vllm.config.mamba import MambaBackendEnum
-from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator as Shapes
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum as Kind
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from pd_connector.vllm.engine_config import UnsupportedError
-from pd_connector.vllm.state_specs import state_spec
-from tests.support.connector.state_caches import GDN, KDA, MAMBA2
+from pd_connector.vllm.state_specs import RECURRENCE, state_spec
+from tests.support.connector.state_caches import GDN, KDA, KERNEL, MAMBA2
 from tests.support.connector.stated import model_config
 
 WITHOUT = "serve this model without PDConnector"
 
 
-def refusal(kind: Kind, shapes: Any, **options: bool) -> str:
+def refusal(kind: Kind, shapes: Any) -> str:
     spec = MambaSpec(block_size=16, shapes=shapes, dtypes=(torch.float32,) * len(shapes), mamba_type=kind)
-    config = model_config()
-    vars(config.cache_config).update(options)
     known = (
         rf"^the states of layer 'l' are of type {kind.name} with shapes {re.escape(str(shapes))}, which .* not know: "
     )
     with pytest.raises(UnsupportedError, match=known) as refused:
-        state_spec(config, "l", spec)
+        state_spec(model_config(), "l", spec)
     return str(refused.value)
 
 
@@ -55,10 +51,15 @@ def test_shapes_of_another_type_and_types_that_are_not_known_are_refused(kind: K
     assert refusal(kind, shapes).endswith(WITHOUT)
 
 
-@pytest.mark.parametrize("replays", [False, True])
-def test_tensors_that_replay_or_recover_a_state_are_refused_with_the_option_to_leave_out(replays: bool) -> None:
-    ring = Shapes.append_replayssm_ring(MAMBA2.shapes(1, 0), 1, 1, 16, MambaBackendEnum.TRITON)
-    records = Shapes.append_kda_recoverssm_record(KDA.shapes(1, 1), 24, 4, 1, 2)
-    for kind, shapes in ((Kind.MAMBA2, ring), (Kind.GDN_ATTN, records)):
-        way_out = "start without --use-replayssm" if replays else WITHOUT
-        assert refusal(kind, shapes, use_replayssm=replays).endswith(way_out)
+@pytest.mark.parametrize(("blocks", "tokens"), [(0, 0), (3, 3), (0, 3)])
+def test_room_for_drafts_is_none_of_a_convolutions_inputs_if_drafts_have_no_blocks(blocks: int, tokens: int) -> None:
+    """As with RecoverSSM, which keeps what it verifies outside of the cache."""
+    spec = MambaSpec(
+        block_size=16, shapes=KDA.shapes(1, tokens), dtypes=(torch.bfloat16, torch.float32),
+        mamba_type=Kind.GDN_ATTN, num_speculative_blocks=blocks,
+    )  # fmt: skip
+    config = model_config(text={"linear_attn_config": {"short_conv_kernel_size": KERNEL}})
+    config.num_speculative_tokens = tokens
+    stated = state_spec(config, "l", spec)
+    assert stated.shapes[0][0] == KERNEL - 1 + tokens
+    assert {part.rows for part in stated.parts if part.name != RECURRENCE} == {KERNEL - 1}
