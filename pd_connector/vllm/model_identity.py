@@ -46,7 +46,7 @@ def model_identity(
         kv_heads=1 if model.use_mla else int(model.get_total_num_kv_heads()),
         head_size=int(model.get_head_size()),
         model_dtype=model_dtype,
-        cache_dtype=model_dtype if cache_dtype == "auto" else cache_dtype,
+        cache_dtype=model_dtype if cache_dtype == "auto" else _ALIASES.get(cache_dtype, cache_dtype),
         numbers=() if check == "off" else layer_numbers(vllm_config, layers),
         draft_digest=_weights_digest(draft, "auto") if is_read and drafts_apart else "",
     )
@@ -64,6 +64,9 @@ def _weights_digest(model_config: Any, form: str) -> str:
     directory = model_directory(model_config.model, model_config.revision)
     return tensors_digest(weight_files(directory, form)) if directory and form not in _UNTOLD_BY_FILES else ""
 
+
+#: Names of vLLM for one format of a cache.
+_ALIASES = {"fp8": "fp8_e4m3"}
 
 #: Keys of a model's configuration that tell how it was saved or is run, not what it computes.
 _VOLATILE_KEYS = frozenset({"_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache"})

@@ -160,8 +160,13 @@ def test_a_model_that_is_not_on_this_machine_is_known_by_what_transformers_made_
 
 def test_the_cache_has_the_models_dtype_unless_it_is_said_otherwise(directory: Path) -> None:
     assert identity(directory, dtype=torch.bfloat16).cache_dtype == "bfloat16"
-    found = identity(directory, dtype=torch.bfloat16, cache_dtype="fp8")
-    assert (found.model_dtype, found.cache_dtype) == ("bfloat16", "fp8")
+    found = identity(directory, dtype=torch.bfloat16, cache_dtype="fp8_e5m2")
+    assert (found.model_dtype, found.cache_dtype) == ("bfloat16", "fp8_e5m2")
+
+
+def test_a_checkpoints_own_name_of_fp8_is_that_of_the_option(directory: Path) -> None:
+    """By a checkpoint, vLLM sets what ``auto`` is to ``fp8_e4m3`` or ``fp8``, and takes both for one."""
+    assert identity(directory, cache_dtype="fp8") == identity(directory, cache_dtype="fp8_e4m3")
 
 
 def test_a_latent_cache_has_one_head(directory: Path) -> None:
