@@ -119,24 +119,35 @@ def check_cache_manager(vllm_config: "VllmConfig", blocks: DeviceBlocks, groups:
     ``groups``: what vLLM keeps of a request in every cache group.
     """
     if any(kept.states for kept in groups) and blocks.finds_prefixes:
-        check_prefix_unit(blocks.hash_tokens, groups)
+        check_prefix_unit(blocks.hash_tokens, groups, is_set=vllm_config.cache_config.prefix_match_unit is not None)
     if context_parallel(vllm_config)[0] > 1:
         check_block_sizes(blocks.block_tokens, groups)
 
 
-def check_prefix_unit(unit: int, groups: Sequence[Retention]) -> None:
+def check_prefix_unit(unit: int, groups: Sequence[Retention], *, is_set: bool) -> None:
     """Raise ConfigError if vLLM finds prefixes of a model with states that end inside a block.
 
     Args:
         unit: tokens of which vLLM makes a hash.
         groups: what vLLM keeps of a request in every cache group.
+        is_set: whether it is the option's, and not what vLLM makes of the block sizes.
     """
-    sizes = {kept.block_tokens for kept in groups if kept.states and kept.block_tokens != RING_TOKENS}
-    if sizes and unit < min(sizes):
+    groups = [kept for kept in groups if kept.block_tokens != RING_TOKENS]
+    sizes = {kept.block_tokens for kept in groups if kept.states}
+    if not sizes or unit >= min(sizes):
+        return
+    inside = f"inside a block of {min(sizes)} tokens, from which PDConnector cannot pull on"
+    if is_set:
         raise ConfigError(
-            f"prefix_match_unit = {unit}: vLLM then finds prefixes that end inside a block of {min(sizes)} tokens, "
-            f"from which PDConnector cannot pull on; leave it out, or set it to {min(sizes)}"
+            f"prefix_match_unit = {unit}: vLLM then finds prefixes that end {inside}; leave it out, or set it to "
+            f"{min(sizes)}"
         )
+    blocks = " and ".join(str(size) for size in sorted({kept.block_tokens for kept in groups}))
+    raise ConfigError(
+        f"vLLM finds prefixes every {unit} tokens, because cache groups have blocks of {blocks}, and so {inside}; "
+        "choose an --attention-backend that takes blocks of one size (FLASH_ATTN), a draft without sliding windows, or "
+        "--no-enable-prefix-caching"
+    )
 
 
 def check_block_sizes(sizes: Sequence[int], groups: Sequence[Retention]) -> None:

@@ -33,14 +33,22 @@ TOKENS, STATES, WINDOW = Retention(96), Retention(96, states=True), Retention(96
 
 
 def test_prefixes_of_a_model_with_states_end_at_borders_of_blocks() -> None:
-    check_prefix_unit(96, [TOKENS, STATES])
-    check_prefix_unit(32, [TOKENS])
+    check_prefix_unit(96, [TOKENS, STATES], is_set=True)
+    check_prefix_unit(32, [TOKENS], is_set=True)
     with pytest.raises(ConfigError, match=r"prefix_match_unit = 32: .* a block of 96 tokens.* set it to 96"):
-        check_prefix_unit(32, [TOKENS, STATES])
+        check_prefix_unit(32, [TOKENS, STATES], is_set=True)
+
+
+def test_a_draft_with_smaller_blocks_is_named_if_nobody_has_set_where_prefixes_end() -> None:
+    """The unit is then the greatest common divisor of the block sizes, and vLLM takes no other."""
+    ring = Retention(RING_TOKENS, states=True)
+    with pytest.raises(ConfigError, match=r"every 32 tokens, .* blocks of 64 and 96, .*FLASH_ATTN") as refused:
+        check_prefix_unit(32, [STATES, Retention(64, 512), ring], is_set=False)
+    assert "prefix_match_unit" not in str(refused.value)
 
 
 def test_a_ring_has_no_borders_at_which_prefixes_end() -> None:
-    check_prefix_unit(32, [TOKENS, Retention(RING_TOKENS, states=True)])
+    check_prefix_unit(32, [TOKENS, Retention(RING_TOKENS, states=True)], is_set=False)
 
 
 @pytest.mark.parametrize(
