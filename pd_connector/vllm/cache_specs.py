@@ -153,7 +153,8 @@ def check_served(group: "KVCacheGroupSpec", spec: Any, layer: str) -> None:
             layer, kind, f"whose blocks of {spec.block_size} tokens have no whole number of rows of {tokens} tokens"
         )
     if getattr(spec, "bounded_replay", False):
-        _refuse(layer, kind, "whose window is computed again after a prefix hit instead of being kept (bounded_replay)")
+        why = "whose window is computed again after a prefix hit instead of being kept (bounded_replay)"
+        _refuse(layer, kind, why, "start with --no-swa-bounded-replay")
     if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
         _refuse(layer, kind, "whose blocks are not in the device's pool (HiSparse)", "start without hisparse_config")
     if scales := current().hidden_scales(spec):

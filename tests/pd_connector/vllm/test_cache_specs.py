@@ -77,7 +77,10 @@ def test_caches_of_blocks_with_the_keys_and_values_of_their_tokens_are_served(sp
         (replace(MLA, tokens_per_state=6), "blocks of 16 tokens have no whole number of rows of 6 tokens"),
         (replace(FULL, tokens_per_state=Fraction(1, 4)), "no whole number of rows of 1/4 tokens"),
         pytest.param(
-            *(replace(WINDOWED_MLA, **({"bounded_replay": True} if INSTALLED >= (0, 31) else {})), "bounded_replay"),
+            *(
+                replace(WINDOWED_MLA, **({"bounded_replay": True} if INSTALLED >= (0, 31) else {})),
+                "--no-swa-bounded-replay",
+            ),
             marks=since((0, 31), "windows that are computed again"),
         ),
         (replace(FULL, num_head_slots=2, state_content_bytes=512), "packs 2 KV heads into 2 slots.*attention-backend"),
