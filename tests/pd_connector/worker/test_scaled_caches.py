@@ -64,7 +64,7 @@ def indexer(numbers: Numbers) -> Bytes:
     scales = np.exp2(np.ceil(np.log2(largest / 448))).astype(np.float32)
     codes = torch.tensor(numbers / scales).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
     by_block = [part.reshape(-1, BLOCK * part.shape[-1]) for part in (codes, scales.view(np.uint8))]
-    return np.concatenate(by_block, axis=-1).reshape(*numbers.shape[:-1], -1)
+    return np.asarray(np.concatenate(by_block, axis=-1).reshape(*numbers.shape[:-1], -1), np.uint8)
 
 
 @dataclass(frozen=True)
