@@ -97,7 +97,7 @@ def check_outer_config(vllm_config: "VllmConfig") -> None:
 
 
 def check_supported(vllm_config: "VllmConfig") -> None:
-    """Raise unless the connector serves sleep mode, experts, scales, executor and context parallelism as set.
+    """Raise unless the connector serves sleep mode, experts, scales, faults, executor and context parallelism as set.
 
     Raises:
         UnsupportedError: naming the setting and the way out.
@@ -113,6 +113,12 @@ def check_supported(vllm_config: "VllmConfig") -> None:
         raise UnsupportedError(
             "enable_return_routed_experts: the experts of tokens that are pulled, or loaded from host memory, are not "
             "known to this engine; start without --enable-return-routed-experts, or without PDConnector"
+        )
+    if getattr(vllm_config.parallel_config, "enable_fault_tolerance", False):  # of vLLM 0.32
+        raise UnsupportedError(
+            "enable_fault_tolerance: when vLLM goes on after a fault, it drops what workers have reported, so that the "
+            "blocks of pulls and copies would never be free again; start without --enable-fault-tolerance and without "
+            "--fault-tolerance-config, and let the engine be restarted"
         )
     cache = vllm_config.cache_config
     if getattr(cache, "calculate_kv_scales", False) and str(cache.cache_dtype).startswith("fp8"):  # of vLLM 0.23

@@ -136,6 +136,17 @@ def test_scales_of_a_quantised_cache_that_are_found_on_the_fly_are_refused(
         engine_config.check_supported(config)
 
 
+@pytest.mark.parametrize("is_on", [True, False])
+def test_an_engine_that_forgets_what_workers_have_reported_is_refused(
+    model: Path, is_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An option of vLLM 0.32: after a fault, it drops the outputs of steps, and aborts all requests."""
+    config = a_config(model)
+    monkeypatch.setattr(config.parallel_config, "enable_fault_tolerance", is_on, raising=False)
+    with pytest.raises(UnsupportedError, match=r"^enable_fault_tolerance: .*restarted") if is_on else nullcontext():
+        engine_config.check_supported(config)
+
+
 def test_ranks_with_a_scheduler_each_are_refused(model: Path) -> None:
     """Each scheduler would wait for the handshakes of all workers for ever."""
     config = a_config(model)
