@@ -52,8 +52,9 @@ _PATIENCE_S = 10.0
 #: How long nothing is pulled from an engine of which no canary could be pulled, before the next one tries.
 _RETRY_S = 10.0
 
-#: How many verdicts are remembered: more than there are prefill engines. What was asked for longest ago is forgotten.
-_MAX_VERDICTS = 4096
+#: How many verdicts are remembered: more than prefill engines times adapters, for who is forgotten is proven anew, by a
+#: prompt that is computed here. What was asked for longest ago is forgotten.
+_MAX_VERDICTS = 65_536
 
 #: Failures of a canary's pull that say something of the prefill engine, and not of the request alone.
 _OF_THE_ENGINE = frozenset({Cause.UNREACHABLE, Cause.DENIED, Cause.REFUSED, Cause.INCOMPATIBLE})

@@ -3,11 +3,14 @@
 Covers: pd_connector.scheduler.decode.canaries.
 """
 
+import itertools
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pd_connector.orders import CanaryEnds, CanaryRoom, Cause, Report
+from pd_connector.scheduler.decode.canaries import _Key
 from tests.support.connector.proving import ProvingDecode
 from tests.support.connector.requests import FakeRequest
 
@@ -114,3 +117,12 @@ class CanaryMachine(RuleBasedStateMachine):
 
 CanaryMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestCanaries = CanaryMachine.TestCase
+
+
+def test_verdicts_on_a_hundred_engines_with_a_hundred_adapters_are_all_remembered() -> None:
+    """Whoever is forgotten is proven anew: D computes a prompt, and others wait for that."""
+    d = ProvingDecode()
+    d.proves(d.add("first"))
+    for engine, adapter in itertools.product(range(100), range(100)):
+        d.canaries._verdicts[_Key(f"{engine:032x}", "10.0.0.9", 8998, f"adapter {adapter}")] = None
+    assert d.schedules(d.add("second")) == 69
