@@ -19,7 +19,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import IPv4Address
@@ -58,6 +58,9 @@ _SPARE_FILES = 128
 
 #: Threads of an engine that reads from one peer, and the one that waits for the peer's first answer. Measured.
 _ENGINE_THREADS = 3 + 1
+
+#: The numbers of this process's files.
+_FILES = "/proc/self/fd"
 
 _IPV6 = "MC_USE_IPV6"
 _IPV6_ADDRESSES = Path("/proc/net/if_inet6")
@@ -192,7 +195,7 @@ def check_open_files() -> None:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return
-    in_use = len(os.listdir("/proc/self/fd"))
+    in_use = len(os.listdir(_FILES))
     if in_use + ENGINE_FILES + _SPARE_FILES > limit:
         raise EngineStartError(
             f"this process has {in_use} files open and may have {limit}, of which {_SPARE_FILES} are kept for other "
@@ -250,6 +253,7 @@ class NativeEngine:
             self._engine: Any = new() if lend is None else lend(options.host)
         except RuntimeError as error:
             raise EngineStartError(f"the transfer engine that is to be shared does not start: {error}") from error
+        before = set(os.listdir(_FILES))  # with the number of that look itself, which the next file gets
         try:
             # Kept open: where batches are looked at, a lack of file descriptors must not make one unreadable.
             self._memory = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
@@ -272,6 +276,7 @@ class NativeEngine:
                 "and there must be free ports above 15000; set MC_LOG_LEVEL=INFO for details"
             )
         self._port = int(self._engine.get_rpc_port())
+        self._files = set(os.listdir(_FILES)) - before  # new ones: a look at each of thousands takes long
         #: Whether it can reach IPv6 addresses. The first engine of a process decides for all.
         self.speaks_ipv6 = self._listens_for_ipv6()
         self._names: dict[str, str] = {}  # of peers since the last probe, as this engine can resolve them, by address
@@ -408,10 +413,19 @@ class NativeEngine:
 
     def _listens_for_ipv6(self) -> bool:
         families = []
-        for listener in _own_sockets(listening_port=self._port):
+        for listener in self._listeners():
             with listener:
                 families.append(listener.family)
         return socket.AF_INET6 in families
+
+    def _listeners(self) -> Iterator[socket.socket]:
+        """Yield duplicates of what listens on the engine's port, to be closed as those of ``_own_sockets``."""
+        is_new = False
+        for listener in _own_sockets(self._files, listening_port=self._port):
+            is_new = True
+            yield listener
+        if not is_new:  # the engine is lent, or its listener has the number of a file that was closed meanwhile
+            yield from _own_sockets(listening_port=self._port)
 
     def _name(self, address: str) -> str:
         """Return a peer's address as this engine can resolve it: with IPv6, it looks for IPv6 addresses only."""
@@ -428,7 +442,7 @@ class NativeEngine:
         return name
 
     def _shorten_accept(self) -> None:
-        for listener in _own_sockets(listening_port=self._port):
+        for listener in self._listeners():
             with listener:
                 timeout = struct.pack("ll", 0, int(_ACCEPT_TIMEOUT_S * 1e6))
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
@@ -441,15 +455,17 @@ class NativeEngine:
                 time.sleep(5 * _ACCEPT_TIMEOUT_S)
 
 
-def _own_sockets(*, listening_port: int = 0, remote_port: int = 0) -> Iterator[socket.socket]:
+def _own_sockets(
+    among: Iterable[str] | None = None, *, listening_port: int = 0, remote_port: int = 0
+) -> Iterator[socket.socket]:
     """Yield duplicates of this process's TCP sockets that listen on or are connected to a port.
 
     The caller closes each before the next, because it has a descriptor as well. The system's table of sockets is not
-    read: it may have thousands of lines.
+    read: it may have thousands of lines. ``among``: numbers of files; None for all.
     """
-    for entry in os.listdir("/proc/self/fd"):
+    for entry in os.listdir(_FILES) if among is None else among:
         try:
-            if not os.readlink(f"/proc/self/fd/{entry}").startswith("socket:"):
+            if not os.readlink(f"{_FILES}/{entry}").startswith("socket:"):
                 continue
             duplicate = os.dup(int(entry))
         except OSError:

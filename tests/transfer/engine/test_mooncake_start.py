@@ -8,6 +8,7 @@ import json
 import os
 import socket
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -369,3 +370,44 @@ def test_a_look_at_sockets_leaves_all_of_them_blocking() -> None:
             socket.setdefaulttimeout(None)
         assert os.get_blocking(listener.fileno())
         assert os.get_blocking(other.fileno())
+
+
+def test_a_link_looks_at_its_own_files_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Links may have thousands, and whoever opens or closes one holds up the model's thread meanwhile."""
+    engine, memory = MooncakeEngine(MooncakeOptions("127.0.0.1")), Memory(4096)
+    engine.register([memory.region])
+    look_up, looked_at = os.readlink, list[str]()
+
+    def count(path: str) -> str:
+        looked_at.append(path)
+        return look_up(path)
+
+    with ExitStack() as others:
+        for _ in range(200):
+            others.enter_context(socket.socket())
+        monkeypatch.setattr(os, "readlink", count)
+        link = engine.open(engine.address, [memory.region], engine.identity)
+        link.close()
+    assert 2 <= len(looked_at) < 100
+    engine.close()
+
+
+def test_a_listener_with_the_number_of_a_file_that_was_closed_meanwhile_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    files = os.listdir
+
+    def none_new(path: str) -> list[str]:
+        return files(path) if path != mooncake_native._FILES else [str(number) for number in range(1000)]
+
+    usual = NativeEngine(MooncakeOptions("127.0.0.1").native)
+    monkeypatch.setattr(os, "listdir", none_new)
+    native = NativeEngine(MooncakeOptions("127.0.0.1").native)
+    for each in (usual, native):
+        found = []
+        for listener in each._listeners():
+            with listener:
+                found.append(listener.getsockname()[1])
+        assert found == [each._port]
+        each.delete()
+    assert native.speaks_ipv6 == usual.speaks_ipv6
