@@ -58,9 +58,9 @@ class FollowedPrompt:
         before, self.progress = self.progress, self.progress.after(answer)
         if self.progress.attempt != before.attempt:
             self._waits_for_end = False
-            self._read_again()
+            self.read_again()
         if self.is_complete and not all(self._is_in_place(*read) for read in self._blocks_read):
-            self._read_again()
+            self.read_again()
         return self.progress is not before
 
     def next_range(self, border_tokens: int, least_tokens: float = 1, most_tokens: int = _MANY) -> range | None:
@@ -102,6 +102,12 @@ class FollowedPrompt:
         assert not self.is_complete, "the block table is final"
         self._waits_for_end = True
 
+    def read_again(self) -> None:
+        """Begin again: what was read counts for nothing."""
+        self.read_until = self._first_token
+        self._blocks_read = []
+        self.restarts += 1
+
     def has_read(self, tokens: range, blocks: Iterable[BlocksRead]) -> None:
         """Record that ``tokens`` have been read, from ``blocks``; those do not matter once the prompt is complete."""
         assert tokens.start == self.read_until, "tokens have been left out, or read twice"
@@ -122,11 +128,6 @@ class FollowedPrompt:
     @property
     def _may_read_ahead(self) -> bool:
         return self.progress.state is TransferState.COMPUTING and not self._waits_for_end
-
-    def _read_again(self) -> None:
-        self.read_until = self._first_token
-        self._blocks_read = []
-        self.restarts += 1
 
     def _is_in_place(self, group: int, numbers: Int64Array, block_ids: Int64Array) -> bool:
         final = self.progress.tables[group].block_ids

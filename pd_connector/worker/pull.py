@@ -126,14 +126,13 @@ class Pull:
         self._watch.lap("queue")
         self.take_answer()
         peer = connect(self._deadline)
-        self._watch.lap("handshake")
-        if peer.locates and not self.order.transfer_id:
+        reads_host = peer.host_plans is not None
+        if self.prompt.is_complete and (reads_host if self.order.transfer_id else peer.locates):
             self._locate(peer)
-            self._watch.lap("handshake")
+        self._watch.lap("handshake")
         least, token_bytes = self._context.reads.least_bytes, max(peer.token_bytes, 1)
         ahead = self._context.reads_ahead or peer.is_read_between_devices
         least_on_device = least(peer.costs) / token_bytes if ahead else float("inf")
-        reads_host = peer.host_plans is not None
         while True:
             if (tokens := self.prompt.next_range(peer.border_tokens, least_on_device, peer.range_tokens)) is not None:
                 self._read_range(peer, tokens, self._place)
@@ -293,7 +292,7 @@ class Pull:
             self._extend_deadline()
 
     def _locate(self, peer: Peer) -> None:
-        """Learn where P has the blocks. They stay there until the release.
+        """Learn where P has the blocks. They stay there until the release. If they have moved, all is read again.
 
         Raises:
             PullFailed: the lease has ended, or P does not answer, or with slots for other blocks, or it is too late.
@@ -325,6 +324,9 @@ class Pull:
                 f"{list(map(len, remote.remote_block_ids))} entries",
             )
         self._place, self._slots = Place.HOST, [BlockTable.of(slots) for slots in reply.slots]
+        if self.prompt.read_until > self.order.first_token:  # since they moved, what was read may have been another's
+            self.prompt.read_again()
+            self._read = ReadSoFar()
 
     def _time_to_read(self) -> float:
         """Return the seconds that are left; raise PullFailed if none are."""

@@ -56,7 +56,6 @@ class _Granted:
 
     lease_id: str
     transfer_id: str  # empty if nobody can have followed the prompt
-    tables: Tables  # none if it must stay where it is
     block_ids: Tables
     tokens: int  # of the prompt, the last of which is not read
 
@@ -218,15 +217,13 @@ class LeaseService(Generic[Held]):
         if self._readers is not None:
             self._readers.leased(remote.lease_id, request.block_hashes)
         tables = remote.remote_block_ids if may_move and self._host_workers else ()
-        is_valid = self.leases.grant(
-            remote.lease_id, blocks, contents_digest(remote), tables if begun is None else (), is_written=is_written
-        )
+        is_valid = self.leases.grant(remote.lease_id, blocks, contents_digest(remote), tables, is_written=is_written)
         if begun is not None and not is_valid:
             if self._spans is not None:
                 self._spans.ended(remote.lease_id, LeaseEnd.CANCELLED)
             self.transfers.end(transfer_id, "its readers have released it before it was complete")
         followed = transfer_id if begun is not None and is_valid else ""
-        granted = _Granted(remote.lease_id, followed, tables, remote.remote_block_ids, remote.remote_num_tokens)
+        granted = _Granted(remote.lease_id, followed, remote.remote_block_ids, remote.remote_num_tokens)
         if is_written:
             self._complete(granted)
         else:
@@ -258,7 +255,7 @@ class LeaseService(Generic[Held]):
         tables = block_ids if slots is not None else ()
         self.leases.grant(remote.lease_id, blocks, contents_digest(remote), tables, slots, is_written=is_written)
         self.leases.renew((remote.lease_id,))  # whoever found it reads at once: no router is on its way
-        granted = _Granted(remote.lease_id, "", (), block_ids, tokens + 1)
+        granted = _Granted(remote.lease_id, "", block_ids, tokens + 1)
         if not is_written:
             self._unwritten[remote.lease_id] = granted
         elif slots is None:
@@ -276,10 +273,8 @@ class LeaseService(Generic[Held]):
         """Have a prompt's checksums taken, and tell those who follow it that it is complete: they ask for both."""
         # The last prompt token is computed by whoever decodes.
         self.checksums.order(ChecksumOrder(granted.lease_id, granted.block_ids, granted.tokens - 1))
-        # Those who follow the prompt may have begun to read what is on the device. That nobody does is certain only
-        # when nobody can be told of it any more but as of a complete prompt.
-        if granted.transfer_id and not self.transfers.complete(granted.transfer_id, granted.block_ids):
-            self.leases.let_move(granted.lease_id, granted.tables)
+        if granted.transfer_id:
+            self.transfers.complete(granted.transfer_id, granted.block_ids)
 
     def end_transfers(self, lease_ids: Sequence[str], reason: str) -> None:
         """End the transfers of these leases, unless they are complete, and tell those who follow."""

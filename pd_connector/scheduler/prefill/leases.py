@@ -224,15 +224,6 @@ class LeaseTable(Generic[Held]):
             self._events["granted"] += 1
             return True
 
-    def let_move(self, lease_id: str, tables: Tables) -> None:
-        """Let a lease that was granted without tables move after all; its end may have come first."""
-        with self._lock:
-            lease = self._active.get(lease_id)
-            if lease is not None and tables:
-                lease.tables = tables
-                if not lease.is_located:
-                    self._may_move[lease_id] = lease
-
     def written(self, lease_id: str) -> None:
         """Note that the device has written all that a lease holds; its end may have come first."""
         with self._lock:

@@ -61,7 +61,6 @@ class _Transfer:
     tokens: int = 0  # complete
     table: list[list[int]] = field(default_factory=list)  # by cache group: the blocks of the complete tokens
     in_host: SlotRange | None = None  # what is being loaded from host memory, or was in this attempt
-    is_followed: bool = False  # somebody was told of blocks before it was complete, and may be reading them
     reason: str = ""
     forget_at: float = 0.0  # once it has ended or is complete
 
@@ -174,20 +173,16 @@ class Transfers:
                 return None
             return Begun(transfer.prompt, transfer.attempt)
 
-    def complete(self, transfer_id: str, table: Sequence[Sequence[int]]) -> bool:
+    def complete(self, transfer_id: str, table: Sequence[Sequence[int]]) -> None:
         """Say that the whole prompt is complete, and its blocks are leased: those of ``table``, 0 marks holes.
 
-        Returns:
-            Whether anybody was told of blocks before, and may be reading them. Whoever is told from now on asks where
-            the lease lies before they read.
+        If the lease may move, whoever is told of this asks where it lies, also if they have read something before.
         """
         with self._lock:
             transfer = self._open.get(transfer_id)
-            if transfer is None:
-                return False
-            transfer.tokens = transfer.prompt.identity.tokens
-            self._close(transfer_id, TransferState.COMPLETE, "", table)
-            return transfer.is_followed
+            if transfer is not None:
+                transfer.tokens = transfer.prompt.identity.tokens
+                self._close(transfer_id, TransferState.COMPLETE, "", table)
 
     def end(self, transfer_id: str, reason: str) -> None:
         """Say that the prompt will not be complete, and why, for people. Idempotent."""
@@ -226,7 +221,6 @@ class Transfers:
                 unknown = Followed(engine_id, TransferState.UNKNOWN)
                 is_news = asked.state != TransferState.UNKNOWN  # it has been forgotten
                 return unknown if is_news else NotYet(asked.transfer_id, asked.wait_s, unknown)
-            transfer.is_followed |= transfer.state is TransferState.COMPUTING
             is_current = asked.attempt == transfer.attempt
             known = asked.tokens if is_current else 0
             in_host = transfer.in_host if asked.host_tokens >= 0 else None

@@ -227,6 +227,27 @@ def test_what_has_landed_does_not_wait_for_newer_pulls_on_an_engine_that_compute
     assert decode.counts["landed"] > 30
 
 
+@pytest.mark.parametrize("together", [False, True])
+def test_leases_for_a_paused_decode_engine_move_whether_legs_are_sent_in_turn_or_at_once(
+    world: World, together: bool
+) -> None:
+    """It goes on to follow the prompts that it was asked for, and to renew their leases."""
+    prefill = EngineSim(world, "kv_producer", blocks=64, slots=400, host_transfers="auto")
+    decode = EngineSim(world, "kv_consumer", blocks=64)
+    decode.pause(paused=True)
+    for number in range(6):
+        asked = ClientRequest(f"r{number}", [number] * 400, 3, decode, transfer_id=f"r{number}" if together else "")
+        if together:
+            decode.ask_by_name(ClientRequest(asked.name, asked.tokens, 3), prefill)
+        prefill.ask(asked)
+    for _ in range(40):
+        world.step()
+    assert not prefill.requests, "prompts wait for blocks that leases hold"
+    decode.pause(paused=False)
+    world.run(within_s=10)
+    assert decode.counts == {"pulled": 6, "read in host memory": 6}
+
+
 def test_an_overloaded_decode_engine_loses_no_lease_while_it_moves(world: World) -> None:
     prefill = EngineSim(world, "kv_producer", blocks=200)
     decode = EngineSim(world, "kv_consumer", blocks=16)

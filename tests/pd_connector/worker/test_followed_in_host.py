@@ -4,7 +4,7 @@ The device's blocks hold noise until they are loaded or computed, and what the s
 given back: who reads either of them too early or too late reads something wrong.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import pytest
@@ -17,7 +17,7 @@ from tests.support.connector.followed_legs import ELSEWHERE
 from tests.support.connector.moving import IN_HOST, MovingEngine
 from tests.support.layout.oracle import Engine, Model
 from tests.support.waiting import until
-from transfer.control.messages import SlotRange
+from transfer.control.messages import Release, Released, SlotRange
 
 WINDOWED = Model(kv_heads=4, contents=(6, 10), item_size=2, groups=((0, 2), (1,)), windows=(0, 40))
 
@@ -117,6 +117,44 @@ def test_what_the_device_holds_is_read_there_and_the_rest_in_host_memory(site: S
     assert legs.workers[0].holds([(OURS, 0, 64)])
     legs.prompt.complete()
     legs.assert_arrived()
+
+
+@pytest.mark.parametrize("moves", [False, True])
+@pytest.mark.parametrize("engines", [(PREFILL, DECODE), (replace(PREFILL, tp=2), replace(DECODE, tp=2))])
+def test_what_was_read_ahead_is_read_again_in_host_memory_if_the_lease_has_moved_there(
+    site: Site, engines: tuple[Engine, Engine], moves: bool
+) -> None:
+    """The prefill engine had not heard yet that it was being read."""
+    legs = loading(site, engines)
+    legs.overwrite_slots()
+    legs.prompt.compute(48)
+    legs.submit()
+    legs.parked(len(legs.workers))
+    legs.prompt.complete(lambda remote: moves and legs.moving.move(remote, THEIRS, IN_HOST))
+    for worker in legs.workers:
+        end = worker.next_end()
+        assert (end.cause, end.tokens, end.restarts) == ("", 69, int(moves)), end.reason
+        assert end.host_bytes == (end.copied_bytes if moves else 0)
+        assert worker.holds([(OURS, 0, 69)], engines[0])
+    assert legs.moving.prefill.leases.take_events() == {"granted": 1, "released": 1}
+
+
+def test_a_lease_of_which_somebody_has_asked_where_it_lies_after_reading_ahead_stays(site: Site) -> None:
+    legs = loading(site)
+    legs.prompt.compute(48)
+    legs.submit()
+    legs.parked(1)
+    releases = legs.moving.prefill.leases.release
+    moved: list[str | None] = []
+
+    def move_first(release: Release) -> Released:
+        moved.append(legs.moving.move(legs.prompt.remote(), THEIRS, IN_HOST))
+        return releases(release)
+
+    legs.moving.prefill.leases.release = move_first  # type: ignore[method-assign]
+    legs.prompt.complete()
+    assert legs.workers[0].next_end().cause == ""
+    assert moved == [None]
 
 
 def test_slots_that_are_announced_later_are_read_when_they_are(site: Site) -> None:

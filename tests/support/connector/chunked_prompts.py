@@ -66,14 +66,15 @@ class ChunkedPrompt:
             self.tokens = tokens
         self.answer_news()
 
-    def complete(self) -> None:
-        """Compute what is left, and lease the blocks."""
+    def complete(self, then: Callable[[RemotePrefill], object] = lambda remote: None) -> None:
+        """Compute what is left, and lease the blocks. ``then`` is called before anybody is told."""
         with self._lock:
             self._fill(range(self.tokens, self.prompt_tokens + 512))  # the last block is read whole
             self.tokens, self.state = self.prompt_tokens, TransferState.COMPLETE
             remote, service = self.remote(), self.prefill.service
-            service.leases.grant(self._lease_id, self.transfer_id, contents_digest(remote))
+            service.leases.grant(self._lease_id, self.transfer_id, contents_digest(remote), remote.remote_block_ids)
             service.checksums.order(ChecksumOrder(self._lease_id, remote.remote_block_ids, self.tokens - 1))
+            then(remote)
         self.answer_news()
 
     def preempt(self, blocks: Blocks) -> None:

@@ -60,7 +60,7 @@ class ScheduledPull:
     was_ahead: bool = False  # it has read something before the prompt was complete
     was_in_host: bool = False  # it has read something in the prefill engine's host memory
     lacking_states: set[tuple[int, int]] = field(default_factory=set)  # groups and entries: not at the prefill engine
-    _place: Place | None = None  # where the lease lies, of a prompt that was complete from the start
+    _place: Place | None = None  # where the lease lies; None if that is to be asked
     _slots: list[BlockTable] = field(default_factory=list)
     _question: Future[Reply] | None = None
     _release: Future[Reply] | None = None
@@ -85,7 +85,7 @@ class ScheduledPull:
             self._end(succeeded=False)
         elif self._place is None:
             if self._question is None:
-                remote = self.order.remote
+                remote = self.prompt.progress.remote
                 self._question = self.peer.send(Locate(remote.remote_engine_id, remote.lease_id), _MESSAGE_TIMEOUT_S)
         elif self.prompt.is_complete and now >= self.ends_at and self._release is None:
             if not self._read_states(self._place):
@@ -104,8 +104,12 @@ class ScheduledPull:
             if isinstance(reply, Located) and reply.place:
                 self._place = Place(reply.place)
                 self._slots = [BlockTable.of(slots) for slots in reply.slots]
+                if self._place is Place.HOST and self.prompt.read_until > self.order.first_token:
+                    self.prompt.read_again()
             elif isinstance(reply, Followed):
                 self.prompt.take(reply)
+                if self.prompt.is_complete and self.peer.reads_host:
+                    self._place = None
             else:
                 raise TransferEnded(str(reply or question.exception()))
         if self._release is not None and self._release.done():

@@ -132,25 +132,19 @@ def test_the_lease_of_a_prompt_that_nobody_has_followed_moves_and_who_follows_la
         assert released.valid == is_valid
 
 
-@pytest.mark.parametrize("engine_is_known", [False, True])
-def test_the_lease_of_a_prompt_that_was_followed_while_it_was_computed_stays(
-    named: Named, engine_is_known: bool
+@pytest.mark.parametrize("reads", [False, True])
+def test_the_lease_of_a_prompt_that_is_followed_while_it_is_computed_moves_unless_it_is_being_read(
+    named: Named, reads: bool
 ) -> None:
+    """A decode engine follows every prompt that it has been asked for, also those that it has no blocks for."""
     named.service.set_workers((WORKER,), (WORKER,))
     request = named.begin()
     named.service.transfers.announce("t", 16, [[1]])
-    assert named.told("t", named.service.engine_id if engine_is_known else "").state == TransferState.COMPUTING
-    named.service.transfers.start_over("t")  # it may still read what it was told in the first attempt
+    told = named.told()
+    assert told.state == TransferState.COMPUTING
+    named.ask(Renew(told.engine_id, (told.lease_id,), (told.lease_id,) if reads else ()))
     named.grant(request)
-    assert movable(named) == []
-
-
-def test_who_has_heard_only_that_a_prompt_is_queued_has_nothing_to_read(named: Named) -> None:
-    named.service.set_workers((WORKER,), (WORKER,))
-    request = named.begin()
-    assert named.told().state == TransferState.QUEUED
-    remote = parse_remote_prefill(named.grant(request))
-    assert movable(named) == [remote.lease_id]
+    assert movable(named) == ([] if reads else [told.lease_id])
 
 
 def test_a_reader_that_asks_where_it_lies_as_the_prompt_completes_keeps_it_there(named: Named) -> None:
@@ -158,10 +152,9 @@ def test_a_reader_that_asks_where_it_lies_as_the_prompt_completes_keeps_it_there
     request = named.begin()
     complete = named.service.transfers.complete
 
-    def read_at_once(transfer_id: str, table: Any) -> bool:
-        is_followed = complete(transfer_id, table)
+    def read_at_once(transfer_id: str, table: Any) -> None:
+        complete(transfer_id, table)
         assert named.ask(Locate(named.service.engine_id, named.told().lease_id)) == Located(Place.DEVICE)
-        return is_followed
 
     named.service.transfers.complete = read_at_once  # type: ignore[method-assign]
     named.grant(request)
