@@ -322,7 +322,7 @@ def test_a_worker_whose_caches_cannot_be_mapped_tells_nothing_and_logs_why(
 
 
 @pytest.mark.parametrize("secret", ["a secret of many letters", None])
-def test_a_worker_says_whether_it_has_a_secret_when_it_opens_its_engine(
+def test_a_worker_says_what_it_is_and_whether_it_has_a_secret_when_it_opens_its_engine(
     model: Path, monkeypatch: pytest.MonkeyPatch, secret: str | None
 ) -> None:
     told: list[dict[str, Any]] = []
@@ -335,7 +335,9 @@ def test_a_worker_says_whether_it_has_a_secret_when_it_opens_its_engine(
 
     monkeypatch.setattr(worker_module, "open_engine", open_engine)
     worker_with(model, monkeypatch, None).shutdown()
-    assert [each["has_secret"] for each in told] == [secret is not None]
+    (options,) = told
+    assert options["has_secret"] == (secret is not None)
+    assert (options["is_read"], options["reads"]) == (True, False)
 
 
 def a_process() -> FakeIpcEngine:

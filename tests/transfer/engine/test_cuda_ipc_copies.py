@@ -4,6 +4,7 @@ By Triton's interpreter and on fake drivers, not on a GPU. The ends of a read ar
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,13 +16,14 @@ from tests.support.devices.kernel_devices import interpreted_kernel, kernel_mark
 from tests.support.devices.run_batches import Batch, batches, copies_of
 from tests.support.devices.shared_devices import SharedDevices
 from tests.support.engine.ipc_engines import FakeIpcEngine
-from tests.support.memory import Memory, even_copies, shuffled_copies
+from tests.support.memory import Memory, copies, even_copies, shuffled_copies
 from tests.support.waiting import WAIT_S
 from transfer.copies.reshape import reshape_kernel
 from transfer.copies.reshape.reshape_kernel import RunKernel
 from transfer.engine.cuda_ipc import CudaIpcEngine, CudaIpcLink
 from transfer.engine.cuda_ipc_copies import LINK_PROGRAMS, LONG_BYTES
 from transfer.engine.identity import NONCE_BYTES
+from transfer.engine.interface import ReadFailed
 
 pytestmark = kernel_marks
 
@@ -60,14 +62,14 @@ class Host:
         """Read runs, ``parts`` of some number of some size, and compare all bytes."""
         sizes = np.repeat([size for _, size in parts], [count for count, _ in parts])
         starts = np.cumsum(sizes) - sizes
-        copies = copies_of(
+        batch = copies_of(
             [
                 (self.destination.region.address + start, self.source.region.address + start, size)
                 for start, size in zip(starts.tolist(), sizes.tolist(), strict=True)
             ]
         )
         self.destination.view[:] = 0
-        self.link.read(copies, WAIT_S)
+        self.link.read(batch, WAIT_S)
         end = int(sizes.sum())
         assert np.array_equal(self.destination.view[:end], self.source.view[:end])
         assert not self.destination.view[end:].any()
@@ -150,8 +152,8 @@ def test_random_runs_equal_slices_in_numpy(gpu: int, batch: Batch) -> None:
 @on_every_gpu
 def test_many_runs_are_launched_in_parts(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reshape_kernel, "MOST_RUNS", 100)
-    copies, places = shuffled_copies(host.destination.region.address, host.source.region.address, 250, 1024)
-    host.link.read(copies, WAIT_S)
+    batch, places = shuffled_copies(host.destination.region.address, host.source.region.address, 250, 1024)
+    host.link.read(batch, WAIT_S)
     assert host.driver.launches == 3
     shape = 250, 1024
     found, sent = (memory.view[: 250 * 1024].reshape(shape) for memory in (host.destination, host.source))
@@ -194,3 +196,54 @@ def test_what_a_kernel_cannot_be_launched_for_is_left_to_the_driver(
 def test_a_link_costs_what_copies_over_it(kernel: RunKernel, hosts: list[Host], gpu: int, by_kernel: bool) -> None:
     hosts.append(Host(kernel if by_kernel else None, gpu))
     assert hosts[0].link.cost == ReadCost.of_mapped(by_kernel=by_kernel, is_between_devices=gpu == OTHER)
+
+
+@pytest.mark.parametrize("gpu", [SAME])
+@pytest.mark.parametrize(
+    ("run", "rule"),
+    [
+        ((MEMORY_BYTES - 10, 0, 11), "destination is outside"),
+        ((-1, 0, 10), "destination is outside"),
+        ((MEMORY_BYTES + 1, 0, 10), "destination is outside"),
+        ((0, MEMORY_BYTES - 10, 11), "source is outside the memory that"),
+        ((0, -1, 10), "source is outside the memory that"),
+        ((0, MEMORY_BYTES + 1, 10), "source is outside the memory that"),
+        ((0, 0, 0), "not positive"),
+        ((0, 0, -5), "not positive"),
+        ((0, 0, 2**63 - 1), "destination is outside"),
+    ],
+)
+def test_one_run_that_is_wrong_keeps_all_from_being_read(host: Host, run: tuple[int, int, int], rule: str) -> None:
+    with pytest.raises(ValueError, match=f"descriptor 1 of 2 .*{rule}"):
+        host.link.read(copies(host.destination.region, host.source.region, [(64, 64, 64), run]), WAIT_S)
+    assert not host.driver.launches
+    assert not host.destination.view.any()
+
+
+@pytest.mark.parametrize("gpu", [SAME])
+@pytest.mark.parametrize("start", [-100, MEMORY_BYTES - 50, MEMORY_BYTES])
+def test_memory_that_a_peer_announces_and_does_not_share_is_not_read(host: Host, start: int) -> None:
+    """What lies there in this process is another's."""
+    grown = replace(host.source.region, address=host.source.region.address - 200, size=MEMORY_BYTES + 400)
+    link = host.reader.open(host.peer.address, [grown], host.peer.identity)
+    with pytest.raises(ReadFailed, match="1 of 2 sources are outside the allocations that it shares"):
+        link.read(copies(host.destination.region, host.source.region, [(64, 64, 64), (0, start, 100)]), WAIT_S)
+    assert not host.driver.launches
+    assert not host.destination.view.any()
+
+
+@pytest.mark.parametrize("gpu", [SAME])
+def test_runs_come_from_and_go_to_several_regions_in_any_order(host: Host) -> None:
+    more = Memory(MEMORY_BYTES), Memory.of_noise(MEMORY_BYTES, seed=2)
+    host.reader.register([more[0].region])
+    host.peer.register([more[1].region])
+    link = host.reader.open(host.peer.address, [host.source.region, more[1].region], host.peer.identity)
+    theirs, ours = (host.source, more[1]), (host.destination, more[0])
+    runs = [
+        (ours[number // 2 % 2].region.address + 512 * number, theirs[number % 2].region.address + 512 * number, 512)
+        for number in range(40)
+    ]
+    link.read(copies_of(runs), WAIT_S)
+    for number in range(40):
+        part = slice(512 * number, 512 * number + 512)
+        assert np.array_equal(ours[number // 2 % 2].view[part], theirs[number % 2].view[part])
