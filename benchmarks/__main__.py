@@ -46,6 +46,7 @@ class Benchmark:
 #: By the names of their results' files.
 BENCHMARKS: Mapping[str, Benchmark] = {
     "host_memory": Benchmark(host_memory.main),
+    "host_memory_slow_network": Benchmark(host_memory.main, ("--bytes-per-s", "1.25e9")),
     "host_step": Benchmark(host_step.main),
     "micro": Benchmark(micro.main),
     "planning": Benchmark(planning.main),

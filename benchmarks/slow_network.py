@@ -5,62 +5,12 @@ share.
 """
 
 import os
-import threading
-import time
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from layout.copies import Copies
-from layout.geometry import Region
+from benchmarks.slow_engine import Network, SlowEngine
 from pd_connector import PDConnector as Connector
 from pd_connector.worker.worker import ConnectorWorker
-from transfer.engine.interface import GivenUp, Link, TransferEngine, never
-
-
-class _Network:
-    """What goes over it takes its turn."""
-
-    def __init__(self, bytes_per_s: float) -> None:
-        self._bytes_per_s = bytes_per_s
-        self._lock = threading.Lock()
-        self._free_at = 0.0
-
-    def carry(self, size: int) -> None:
-        """Wait until so many bytes have passed."""
-        with self._lock:
-            self._free_at = max(self._free_at, time.monotonic()) + size / self._bytes_per_s
-            done_at = self._free_at
-        time.sleep(max(done_at - time.monotonic(), 0.0))
-
-
-class _SlowLink:
-    """A link whose reads take as long as on the network. All else is the link's own."""
-
-    def __init__(self, link: Link, network: _Network) -> None:
-        self._link, self._network = link, network
-
-    def read(self, copies: Copies, timeout_s: float, later_bytes: int = 0, given_up: GivenUp = never) -> None:
-        """Read, and wait for the rest of the time."""
-        self._link.read(copies, timeout_s, later_bytes, given_up)
-        self._network.carry(copies.total_bytes)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._link, name)
-
-
-class _SlowEngine:
-    """An engine whose links are slow. All else is the engine's own."""
-
-    def __init__(self, engine: TransferEngine, network: _Network) -> None:
-        self._engine, self._network = engine, network
-
-    def open(self, address: str, regions: Sequence[Region], identity: Any) -> Any:
-        """Return a slow link."""
-        return _SlowLink(self._engine.open(address, tuple(regions), identity), self._network)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
 
 
 class PDConnector(Connector):
@@ -70,9 +20,9 @@ class PDConnector(Connector):
         super().__init__(*arguments, **options)
         worker = self._worker_side
         if isinstance(worker, ConnectorWorker):
-            network = _Network(float(os.environ["PD_BENCHMARK_BYTES_PER_S"]))
+            network = Network(float(os.environ["PD_BENCHMARK_BYTES_PER_S"]))
             worker._make_engine = partial(_slow_engine, worker._make_engine, network)
 
 
-def _slow_engine(make: Any, network: _Network, config: Any) -> Any:
-    return _SlowEngine(make(config), network)
+def _slow_engine(make: Any, network: Network, config: Any) -> Any:
+    return SlowEngine(make(config), network)
