@@ -149,9 +149,9 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     print("the last column is the rate as a share of that of a pull from device to device")
     measured.report(bench.bytes, "device to device")
     medians = {name: 1e3 * statistics.median(seconds) for name, seconds in measured.seconds.items()}
-    to_host = medians["device to host memory"] + medians["load of what has landed"]
-    direct = medians["device to device"]
-    return {"megabytes": bench.bytes / 1e6, "ms": medians, "landed_and_loaded": {"ratio": to_host / direct}}
+    landed = medians["device to host memory"] + medians["load of what has landed"]
+    ratio = landed / medians["device to device"]
+    return {"megabytes": bench.bytes / 1e6, "ms": medians, "landed_and_loaded": {"ratio": ratio}}
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from layout.copies import concatenate
 from layout.cost import ReadCost
 from tests.support.devices.kernel_devices import interpreted_kernel, kernel_marks
 from tests.support.devices.run_batches import Batch, batches, copies_of
@@ -165,9 +166,12 @@ def test_host_memory_is_written_by_the_driver(host: Host) -> None:
     pinned = Memory(MEMORY_BYTES)
     host.driver.pin(pinned.view)
     CudaIpcEngine.register(host.reader, [pinned.region])
-    host.link.read(even_copies(pinned.region, host.source.region, 6, 512), WAIT_S)
-    assert np.array_equal(pinned.view[: 6 * 512], host.source.view[: 6 * 512])
-    assert not host.driver.launches
+    source = host.source.region
+    to_host, to_device = (even_copies(each.region, source, 6, 512) for each in (pinned, host.destination))
+    host.link.read(concatenate([to_host, to_device]), WAIT_S)
+    for memory in (pinned, host.destination):
+        assert np.array_equal(memory.view[: 6 * 512], host.source.view[: 6 * 512])
+    assert host.driver.launches == 1
     assert host.driver_sizes == [512] * 6
 
 
@@ -229,6 +233,17 @@ def test_memory_that_a_peer_announces_and_does_not_share_is_not_read(host: Host,
     with pytest.raises(ReadFailed, match="1 of 2 sources are outside the allocations that it shares"):
         link.read(copies(host.destination.region, host.source.region, [(64, 64, 64), (0, start, 100)]), WAIT_S)
     assert not host.driver.launches
+    assert not host.destination.view.any()
+
+
+@pytest.mark.parametrize("gpu", [SAME])
+def test_memory_that_a_peer_shares_and_has_not_registered_is_not_read(host: Host) -> None:
+    """An allocation is shared as a whole."""
+    half = replace(host.source.region, size=MEMORY_BYTES // 2)
+    link = host.reader.open(host.peer.address, [half], host.peer.identity)
+    runs = [(64, 64, 64), (0, half.size - 50, 100)]
+    with pytest.raises(ValueError, match=r"descriptor 1 of 2 .*source is outside the memory that"):
+        link.read(copies(host.destination.region, host.source.region, runs), WAIT_S)
     assert not host.destination.view.any()
 
 
