@@ -237,11 +237,13 @@ def test_memory_that_a_peer_announces_and_does_not_share_is_not_read(host: Host,
 
 
 @pytest.mark.parametrize("gpu", [SAME])
-def test_memory_that_a_peer_shares_and_has_not_registered_is_not_read(host: Host) -> None:
-    """An allocation is shared as a whole."""
-    half = replace(host.source.region, size=MEMORY_BYTES // 2)
-    link = host.reader.open(host.peer.address, [half], host.peer.identity)
-    runs = [(64, 64, 64), (0, half.size - 50, 100)]
+@pytest.mark.parametrize("half", [0, 1])
+def test_memory_that_a_peer_shares_and_has_not_registered_is_not_read(host: Host, half: int) -> None:
+    """An allocation is shared as a whole. The second run crosses the middle of it."""
+    size = MEMORY_BYTES // 2
+    registered = replace(host.source.region, address=host.source.region.address + half * size, size=size)
+    link = host.reader.open(host.peer.address, [registered], host.peer.identity)
+    runs = [(64, half * size + 64, 64), (0, size - 50, 100)]
     with pytest.raises(ValueError, match=r"descriptor 1 of 2 .*source is outside the memory that"):
         link.read(copies(host.destination.region, host.source.region, runs), WAIT_S)
     assert not host.destination.view.any()
