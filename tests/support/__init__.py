@@ -67,6 +67,7 @@ Real vllm-ascend on simulated NPUs (``tests/ascend_sim``):
     ascend.preempted_requests  requests that take blocks from each other under vllm-ascend's recompute scheduler
     ascend.servers          the sets of servers that tests share
     ascend.drafting_servers  such sets of servers that draft tokens
+    ascend.transport_servers  such sets over Mooncake's own transport for Ascend
     ascend.engine_process   an engine without an API server, started in a process of its own
     ascend.device_generation  another generation of devices; an API server as on those that know fp8
     ascend.device_process   code in a process of its own with simulated devices

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.support.ascend.faults import FaultSwitch
 from tests.support.ascend.kernel_build import library_path
-from tests.support.ascend.paths import ROOT_OF_PROJECT, mooncake_npu_directory, vllm_cache_directory
+from tests.support.ascend.paths import ROOT_OF_PROJECT, vllm_cache_directory
 from tests.support.e2e.architectures import MAX_POSITIONS
 from tests.support.e2e.cluster import START_TIMEOUT_S, ServerSpec
 from tests.support.e2e.deployments import PATIENT, Deployment, peer, prefill
@@ -134,36 +134,6 @@ SEVERAL_RANKS = Deployment(
         ("TP1", on_npu(_peer())),
         ("TP2", on_npu(_peer(tensor_parallel=2))),
         ("other TP2", on_npu(_peer(tensor_parallel=2))),
-    ),
-)
-
-
-#: Stand-ins for the libraries of CANN below Mooncake's own transport, and what processes leave there for each other.
-ADXL = Path(tempfile.gettempdir()) / f"ascend-sim-adxl-{os.getpid()}"
-
-
-def _by_ascend(spec: ServerSpec) -> ServerSpec:
-    """The server with Mooncake's wheel for NPUs, over the transport that is the default on NPUs."""
-    variables = dict(spec.variables)
-    return replace(
-        spec,
-        options=tuple(option for option in spec.options if option[0] != "protocol"),
-        variables=(
-            *spec.variables,
-            ("LD_LIBRARY_PATH", f"{variables['LD_LIBRARY_PATH']}:{ADXL}"),
-            ("PYTHONPATH", f"{mooncake_npu_directory()}:{variables['PYTHONPATH']}"),
-            ("SIMADXL_DIR", str(ADXL / "engines")),
-        ),
-    )
-
-
-#: Mooncake's own transport for Ascend, on a stand-in for CANN's ADXL.
-ASCEND_TRANSPORT = Deployment(
-    "ascend transport",
-    (
-        ("P", _by_ascend(on_npu(prefill()))),
-        ("P TP2", _by_ascend(on_npu(prefill(tensor_parallel=2)))),
-        ("D", _by_ascend(on_npu(replace(_peer(), role="kv_consumer")))),
     ),
 )
 

@@ -53,6 +53,16 @@ _SHARED_GPU = ("--gpu-memory-utilization", "0.02")
 
 
 @dataclass(frozen=True, slots=True)
+class Sibling:
+    """Another connector beside this one in MultiConnector, before it or behind it."""
+
+    name: str
+    module: str | None = None
+    options: tuple[tuple[str, object], ...] = ()
+    is_first: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ServerSpec:
     """One server.
 
@@ -73,8 +83,7 @@ class ServerSpec:
     options: tuple[tuple[str, object], ...] = ()
     secret: str = ""  # of the control channel; empty for none
     python: str = sys.executable  # of an environment with vLLM and this project
-    #: Whether MultiConnector has another child, ``GreetingConnector``, beside this connector, and where.
-    beside_greeting: Literal["", "first", "last"] = ""
+    sibling: Sibling | None = None
     is_gated: bool = False  # whether its workers stop where a test has closed a gate, see ``gates``
     platform: Platform = "cpu"
     #: Whether ``vllm serve`` starts it, as for users: it wants a distribution of that name. Else the API server's
@@ -115,8 +124,8 @@ class ServerSpec:
             "kv_load_failure_policy": self.load_failure_policy,
             "kv_connector_extra_config": ({} if self.host else {"host": "127.0.0.1"}) | dict(self.options),
         }
-        if self.beside_greeting:
-            connector = self._in_multi_connector(connector)
+        if self.sibling is not None:
+            connector = self._in_multi_connector(connector, self.sibling)
         is_forked = self.platform == "cpu" and self.python == sys.executable
         module = self.module or (_FORKED if is_forked else "vllm.entrypoints.openai.api_server")
         if node:
@@ -149,23 +158,22 @@ class ServerSpec:
         place = ("--nnodes", str(1 + len(self.more_hosts)), "--node-rank", str(node), "--master-addr", self.address)
         return (*place, "--headless") if node else place
 
-    def _in_multi_connector(self, ours: dict[str, object]) -> dict[str, object]:
+    def _in_multi_connector(self, ours: dict[str, object], sibling: Sibling) -> dict[str, object]:
         """MultiConnector with this connector, by its registered name alone, and another one."""
         children = [
             {name: value for name, value in ours.items() if name != "kv_connector_module_path"},
             {
-                "kv_connector": "GreetingConnector",
-                "kv_connector_module_path": "tests.support.connector.greeting",
+                "kv_connector": sibling.name,
+                "kv_connector_module_path": sibling.module,
                 "kv_role": self.role,
+                "kv_connector_extra_config": dict(sibling.options),
             },
         ]
         return {
             "kv_connector": "MultiConnector",
             "kv_role": self.role,
             "kv_load_failure_policy": self.load_failure_policy,
-            "kv_connector_extra_config": {
-                "connectors": children if self.beside_greeting == "first" else children[::-1]
-            },
+            "kv_connector_extra_config": {"connectors": children[::-1] if sibling.is_first else children},
         }
 
     def environment(self) -> dict[str, str]:

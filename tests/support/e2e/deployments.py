@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 from _pytest.mark.structures import ParameterSet
 
-from tests.support.e2e.cluster import BLOCK_SIZE, Layout, LoadFailurePolicy, ServerSpec
+from tests.support.e2e.cluster import BLOCK_SIZE, Layout, LoadFailurePolicy, ServerSpec, Sibling
 from tests.support.e2e.models import DEFAULT_MODEL, ModelSpec
 from tests.support.process import free_ports
 
@@ -289,12 +289,14 @@ HOST_WINDOWS = Deployment(
     slow=True,
 )
 
+_GREETING = Sibling("GreetingConnector", "tests.support.connector.greeting")
+
 #: This connector is a child of vLLM's MultiConnector, before the other child or behind it.
 MULTI_CONNECTOR = Deployment(
     "MultiConnector",
     (
-        ("first", replace(with_host_memory(peer()), beside_greeting="first")),
-        ("last", replace(with_host_memory(peer()), beside_greeting="last")),
+        ("first", replace(with_host_memory(peer()), sibling=_GREETING)),
+        ("last", replace(with_host_memory(peer()), sibling=replace(_GREETING, is_first=True))),
     ),
     slow=True,
 )

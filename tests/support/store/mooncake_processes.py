@@ -1,4 +1,7 @@
-"""A real Mooncake Store on this machine: a master, and the client process that holds the machine's objects."""
+"""A real Mooncake Store on this machine: a master, and the client process that holds the machine's objects.
+
+Or the master alone, for clients in other processes.
+"""
 
 import os
 import signal
@@ -80,18 +83,35 @@ class MooncakeProcesses:
         )  # fmt: skip
 
     def _start(self, port: int, program: str, *arguments: str) -> "subprocess.Popen[bytes]":
-        with (self._directory / f"{program}.log").open("ab") as log:
-            process = subprocess.Popen(
-                [str(Path(sys.executable).with_name(program)), *arguments],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-                env={**os.environ, "MC_RPC_TIMEOUT_MS": "500"},
-            )  # fmt: skip
-        try:
-            until(lambda: _listens(port), f"{program} listens at {port}", within_s=_START_TIMEOUT_S)
-        except BaseException:
-            _kill(process)
-            raise
-        return process
+        return _start(self._directory, port, program, *arguments)
+
+
+@contextmanager
+def master_alone(directory: Path) -> Iterator[Address]:
+    """Run a master without a client, for as long as the context lasts."""
+    port, metrics_port = free_ports(2)
+    where = ("--rpc_address=127.0.0.1", f"--rpc_port={port}")
+    metrics = ("--metrics_host=127.0.0.1", f"--metrics_port={metrics_port}")
+    master = _start(directory, port, "mooncake_master", *where, *metrics)
+    try:
+        yield Address("127.0.0.1", port)
+    finally:
+        _kill(master)
+
+
+def _start(directory: Path, port: int, program: str, *arguments: str) -> "subprocess.Popen[bytes]":
+    with (directory / f"{program}.log").open("ab") as log:
+        process = subprocess.Popen(
+            [str(Path(sys.executable).with_name(program)), *arguments],
+            stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+            env={**os.environ, "MC_RPC_TIMEOUT_MS": "500"},
+        )  # fmt: skip
+    try:
+        until(lambda: _listens(port), f"{program} listens at {port}", within_s=_START_TIMEOUT_S)
+    except BaseException:
+        _kill(process)
+        raise
+    return process
 
 
 def _listens(port: int) -> bool:
