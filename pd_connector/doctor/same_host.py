@@ -18,7 +18,6 @@ from pd_connector.doctor.findings import CheckFailed, CheckWarned
 from pd_connector.doctor.listener import serving_apart
 from pd_connector.secret import load_keys
 from transfer.engine.cuda_ipc import CudaIpcEngine
-from transfer.engine.cuda_ipc_address import ExportedMemory
 from transfer.engine.interface import EngineStartError
 from transfer.errors import TransferError
 
@@ -63,7 +62,7 @@ def has_gpu() -> bool:
 
 
 class _Shared:
-    """Noise in GPU memory that other processes map. ``address`` tells them how."""
+    """Noise in GPU memory that other processes map. ``address``: where it begins, and the engine's."""
 
     def __init__(self, gpus: Gpus, size: int) -> None:
         self._engine = gpus.engine(is_read=True)
@@ -71,10 +70,10 @@ class _Shared:
         self._memory.copy_(_noise(size))
         self._memory[-1].item()  # waits until it is there
         self._engine.register([Region(self._memory.data_ptr(), size)])
-        self.address = self._engine.address
-        if not self.address:
+        if not self._engine.address:
             self._engine.close()
             raise EngineStartError(self._engine.refusal)
+        self.address = f"{self._memory.data_ptr()}/{self._engine.address}"
 
     def close(self) -> None:
         self._engine.close()
@@ -113,9 +112,10 @@ class SameHost:
         with closing(self._gpus.engine(is_read=False)) as engine:
             memory = self._gpus.allocate(self._size)
             engine.register([Region(memory.data_ptr(), self._size)])
-            shared = max(ExportedMemory.decode(address).allocations, key=lambda each: each.size).region
+            start, _, theirs = address.partition("/")
+            shared = Region(int(start), self._size)
             copies = Copies(*(np.array([each], np.int64) for each in (memory.data_ptr(), shared.address, self._size)))
-            with closing(engine.open(address, [shared])) as link:
+            with closing(engine.open(theirs, [shared])) as link:
                 fastest_s = min(_seconds(partial(link.read, copies, _TIMEOUT_S)) for _ in range(_READS))
                 where = "another GPU" if link.is_between_devices else "the same GPU"
             wrong = int((memory.cpu() != _noise(self._size)).sum())
