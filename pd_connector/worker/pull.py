@@ -66,8 +66,7 @@ class Pull:
     ) -> None:
         """Start the clock, on the model's thread.
 
-        ``report`` is called with the end, on any thread; ``closing`` interrupts verification and the wait for the
-        device.
+        ``report`` is called with the end, on any thread; ``closing`` interrupts verification and waits for the device.
         """
         self.order = order  # its ``remote`` is what P holds at the end, once the prompt is complete
         self.prompt = FollowedPrompt(order)
