@@ -127,8 +127,10 @@ def test_it_is_checked_where_there_is_a_gpu(
     monkeypatch.setattr(Machine, "checks", [])
     monkeypatch.setattr(module, "installed", lambda _: None)
     monkeypatch.setattr(module, "_transfer_engine", lambda config: config.protocol)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: is_there)
+    with monkeypatch.context() as patched:  # and not while vLLM is imported
+        patched.setattr(torch.cuda, "is_available", lambda: is_there)
+        assert same_host.has_gpu() is is_there
+    monkeypatch.setattr(module, "has_gpu", lambda: is_there)
     monkeypatch.delenv("PD_CONNECTOR_SECRET", raising=False)
-    assert same_host.has_gpu() is is_there
     assert module.main(["--config", '{"host": "127.0.0.1"}']) == 0
     assert ("ok   same host: two processes here use tcp: " in capsys.readouterr().out) is is_there
