@@ -4,7 +4,18 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.support.ascend.servers import LAZY_HOST, LAZY_PULLS, NPU_BLOCK_SIZE, ONE_RANK
+from tests.support.ascend.paths import ascend_release
+from tests.support.ascend.servers import (
+    LAZY_HOST,
+    LAZY_PULLS,
+    NPU_BLOCK_SIZE,
+    NPU_GATED_DELTA,
+    NPU_INDEXER,
+    NPU_QUANTISED,
+    NPU_STATE_BLOCK,
+    ONE_RANK,
+)
+from tests.support.e2e.choice import on_pairs, pairs
 from tests.support.e2e.cluster import Server
 from tests.support.e2e.deployments import on
 from tests.support.e2e.pair import Pair, assert_same_output, make_prompt, wait_until_at_rest
@@ -21,13 +32,13 @@ def evict(server: Server, seed: object, blocks: int) -> None:
     """Compute prompts that take ``blocks`` blocks of the device, which hold something else."""
     while blocks > 1:
         taken = min(blocks, 10)
-        server.client.complete(make_prompt(taken * NPU_BLOCK_SIZE - 1, (server.log.stem, seed, blocks)), 1)
+        server.client.complete(make_prompt(taken * NPU_BLOCK_SIZE, (server.log.stem, seed, blocks)), 1)
         blocks -= taken
 
 
 def assert_three_sources(pair: Pair) -> None:
     """A prompt comes from D's device, D's host memory, and P."""
-    prompt = make_prompt(1700, (pair.name, "three sources"))
+    prompt, expected = pair.prompt_and_answer(1700, "three sources")
     pair.decode.client.complete(prompt[:1280], 1)
     wait_until_at_rest(pair.decode)
     pair.decode.client.complete(prompt[:1280], 1)  # no store holds blocks of it now: its last ones are evicted first
@@ -39,7 +50,7 @@ def assert_three_sources(pair: Pair) -> None:
     assert traffic.loaded() == 1280 - on_device > 0
     assert traffic.pulled("pull_tokens") == 1699 - 1280
     assert traffic.source("local_compute") == 1
-    pair.assert_right(completion, prompt)
+    pair.assert_right(completion, prompt, expected)
 
 
 def assert_pulled_is_stored(pair: Pair) -> None:
@@ -82,6 +93,49 @@ class TestBesidePulls:
         assert server.client.metrics().since(before).value("vllm:num_preemptions_total") > 0
         for prompt, completion in zip(prompts, together, strict=True):
             assert_same_output(completion, server.client.compute(prompt, 160))
+
+
+@pytest.mark.skipif(ascend_release() == "0.23", reason="vllm-ascend 0.23 calls other operators for it")
+@on_pairs(pairs(NPU_INDEXER, [("TP2", "TP1")]), pairs(NPU_QUANTISED, [("P TP2", "D")]))
+class TestIndexers:
+    """Latent vectors and an indexer's keys, also in int8."""
+
+    def test_a_prompt_comes_from_the_device_host_memory_and_the_prefill_server(self, pair: Pair) -> None:
+        assert_three_sources(pair)
+
+    def test_what_was_pulled_is_stored_too(self, pair: Pair) -> None:
+        assert_pulled_is_stored(pair)
+
+
+@pytest.mark.skipif(ascend_release() == "0.23", reason="hybrids are refused on vLLM 0.23")
+@on(NPU_GATED_DELTA)
+@pytest.mark.parametrize("pair", [("TP2", "other TP1")], indirect=True, ids="-".join)
+class TestStates:
+    """Of gated delta net: a prompt goes on from the last state at a border."""
+
+    def evict(self, pair: Pair, seed: object) -> None:
+        """Prompts of a block, behind which three groups of states have one each: no more than host memory holds."""
+        for number in range(pair.decode.client.cache_blocks() // 4 + 1):
+            pair.decode.client.complete(make_prompt(NPU_STATE_BLOCK + 1, (pair.name, seed, number)), 1)
+
+    def test_an_evicted_prompt_is_loaded_and_not_computed(self, pair: Pair) -> None:
+        prompt = make_prompt(3 * NPU_STATE_BLOCK + 1, (pair.name, "evicted"))
+        first = pair.decode.client.complete(prompt)
+        self.evict(pair, "evicted")
+        with pair.traffic() as traffic:
+            again = pair.decode.client.complete(prompt)
+        assert traffic.loaded() == 3 * NPU_STATE_BLOCK
+        assert traffic.source("local_compute") == 1
+        assert_same_output(again, first)
+
+    def test_what_was_pulled_is_stored_too(self, pair: Pair) -> None:
+        prompt = make_prompt(3 * NPU_STATE_BLOCK + 90, (pair.name, "pulled and stored"))
+        pair.disaggregate(prompt)
+        self.evict(pair, "pulled and stored")
+        with pair.traffic() as traffic:
+            completion = pair.decode.client.complete(prompt)
+        assert traffic.loaded() == 3 * NPU_STATE_BLOCK
+        pair.assert_right(completion, prompt)
 
 
 @on(LAZY_HOST)

@@ -321,15 +321,16 @@ NPU_RINGS = _compressing_deployment(
 NPU_STATE_BLOCK = 256
 
 
-def _gated_delta(tensor_parallel: int = 1, *arguments: str) -> ServerSpec:
-    spec = on_npu(replace(_peer(GATED_DELTA, tensor_parallel), arguments=arguments))
+def _gated_delta(tensor_parallel: int = 1, *arguments: str, host_blocks: int = 0) -> ServerSpec:
+    spec = on_npu(replace(_peer(GATED_DELTA, tensor_parallel), arguments=arguments), host_blocks=host_blocks)
     return unverified(replace(spec, block_size=NPU_STATE_BLOCK))
 
 
-#: States of gated delta net, also at borders of blocks, beside keys and values. Nothing is verified, as above.
+#: States of gated delta net, also at borders of blocks, beside keys and values. Nothing is verified, as above. "other
+#: TP1" has host memory.
 NPU_GATED_DELTA = Deployment(
     "gated delta net",
-    (("TP1", _gated_delta()), ("other TP1", _gated_delta()), ("TP2", _gated_delta(2))),
+    (("TP1", _gated_delta()), ("other TP1", _gated_delta(host_blocks=_HOST_BLOCKS)), ("TP2", _gated_delta(2))),
 )
 
 #: D's steps end inside blocks.
