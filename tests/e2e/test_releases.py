@@ -17,8 +17,9 @@ from pd_connector.vllm.releases.installed import release_of
 from tests.support.e2e.client import KVTransferParams
 from tests.support.e2e.cluster import BLOCK_SIZE, Server
 from tests.support.e2e.deployments import Deployment
+from tests.support.e2e.hybrid_deployments import QWEN3_NEXT_BLOCK
 from tests.support.e2e.pair import Pair, assert_failed_pull, assert_same_output, end_lease, make_prompt
-from tests.support.e2e.release_servers import release_hybrids, release_pair, release_windows
+from tests.support.e2e.release_servers import release_borders, release_hybrids, release_pair, release_windows
 from tests.support.process import free_ports
 from tests.support.releases import OTHERS, WITH_LAYOUTS, interpreter
 from tests.support.waiting import until
@@ -348,3 +349,13 @@ class TestHybrids:
     @pytest.mark.parametrize("tokens", [2, 97, 1000])
     def test_states_give_the_same_output(self, pair: Pair, tokens: int) -> None:
         pair.assert_pulls_right(make_prompt(tokens, (tokens, pair.name)))
+
+
+@each(release_borders, *WITH_LAYOUTS)
+class TestBorders:
+    """The model computes in bfloat16, so the last token of a prompt is alone in its step on one server, too."""
+
+    @on(*DIRECTIONS)
+    def test_the_next_turn_pulls_only_what_is_new(self, pair: Pair) -> None:
+        turn = make_prompt(4 * QWEN3_NEXT_BLOCK + 1, (pair.name, "turns"))
+        pair.assert_next_turn_pulls_the_rest(turn, 700, QWEN3_NEXT_BLOCK)

@@ -135,7 +135,7 @@ GRANITE_BORDERS_SHORT_OF_BLOCKS = (
 QWEN3_NEXT_BLOCK = 288
 
 
-def _qwen3_next(
+def qwen3_next_server(
     role: Role,
     *options: tuple[str, object],
     keeps_answers: bool = False,
@@ -155,8 +155,8 @@ def _qwen3_next(
 QWEN3_NEXT = Deployment(
     "qwen3_next",
     (
-        ("P", _qwen3_next("kv_producer", ("verify", True), ("serve_prefixes", True), keeps_answers=True)),
-        ("D", _qwen3_next("kv_consumer", ("verify", True), ("peers", ()))),
+        ("P", qwen3_next_server("kv_producer", ("verify", True), ("serve_prefixes", True), keeps_answers=True)),
+        ("D", qwen3_next_server("kv_consumer", ("verify", True), ("peers", ()))),
     ),
 )
 
@@ -164,8 +164,8 @@ QWEN3_NEXT = Deployment(
 QWEN3_NEXT_TRANSFERS = Deployment(
     "qwen3_next transfers",
     (
-        ("P", _qwen3_next("kv_producer", ("verify", True), ("host_transfers", "auto"))),
-        ("D", _qwen3_next("kv_consumer", ("verify", True), ("host_transfers", "always"))),
+        ("P", qwen3_next_server("kv_producer", ("verify", True), ("host_transfers", "auto"))),
+        ("D", qwen3_next_server("kv_consumer", ("verify", True), ("host_transfers", "always"))),
     ),
     slow=True,
 )
@@ -174,16 +174,16 @@ QWEN3_NEXT_TRANSFERS = Deployment(
 QWEN3_NEXT_RANKS = Deployment(
     "qwen3_next ranks",
     (
-        ("P2", _qwen3_next("kv_producer", ("verify", True), tensor_parallel=2)),
-        ("D2", _qwen3_next("kv_consumer", ("verify", True), tensor_parallel=2)),
-        ("D1", _qwen3_next("kv_consumer", ("verify", True), ("host_transfers", "always"))),
+        ("P2", qwen3_next_server("kv_producer", ("verify", True), tensor_parallel=2)),
+        ("D2", qwen3_next_server("kv_consumer", ("verify", True), tensor_parallel=2)),
+        ("D1", qwen3_next_server("kv_consumer", ("verify", True), ("host_transfers", "always"))),
     ),
     slow=True,
 )
 
 
 def _with_states_in(dtype: str, role: Role) -> ServerSpec:
-    return _qwen3_next(role, ("verify", True), arguments=("--mamba-ssm-cache-dtype", dtype))
+    return qwen3_next_server(role, ("verify", True), arguments=("--mamba-ssm-cache-dtype", dtype))
 
 
 #: What the recurrence knows is kept in another precision than all else, or not.

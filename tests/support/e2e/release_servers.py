@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from tests.support.e2e.deployments import KV_BLOCK_BYTES, SHORT, WINDOWED_BLOCKS, Deployment, peer, with_host_memory
-from tests.support.e2e.hybrid_deployments import granite_server
+from tests.support.e2e.hybrid_deployments import granite_server, qwen3_next_server
 from tests.support.e2e.models import ModelSpec
 
 
@@ -56,3 +56,12 @@ def release_hybrids(release: str) -> Deployment:
     installed = granite_server("kv_both", 1)
     servers = ("other", replace(installed, python=str(interpreter(release)))), ("installed", installed)
     return Deployment(f"vLLM {release}, hybrid", servers, slow=True)
+
+
+def release_borders(release: str) -> Deployment:
+    """The same of a model whose states are kept at borders of blocks, also in host memory, with checksums."""
+    from tests.support.releases import interpreter  # noqa: PLC0415  imports torch
+
+    installed = qwen3_next_server("kv_both", ("verify", True))
+    servers = ("other", replace(installed, python=str(interpreter(release)))), ("installed", installed)
+    return Deployment(f"vLLM {release}, borders", servers, slow=True)
