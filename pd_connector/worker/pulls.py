@@ -43,7 +43,7 @@ class Pulls(WorkerRole):
         context: PullContext,
         peer_idle_s: float,
         stats: StatsRecorder | None = None,
-        max_peers: int = 256,
+        max_peers: int = 1024,
         open_session: OpenSession = PeerSession,
     ) -> None:
         self._ended: queue.SimpleQueue[AnyEnd] = queue.SimpleQueue()

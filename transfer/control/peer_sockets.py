@@ -59,7 +59,7 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
     retry_s: float = 0.5  # first wait for an answer before a request is resent; the waits double up to retry_cap_s
     retry_cap_s: float = 2.0
     idle_s: float = 300.0  # a peer's socket is closed when it was not used for this long
-    max_peers: int = 256  # sockets at a time
+    max_peers: int = 1024  # sockets at a time, one for each engine: a data-parallel rank is one
     max_silent: int = 128  # of these, of one host without a connection, so that wrong ports leave room for others
     max_resolvers: int = 16  # concurrent look-ups of host names, for which others wait; numeric hosts may need none
     heartbeat_s: float = 3.0  # how often a connection is probed; after three silent intervals it is made again
@@ -330,8 +330,8 @@ class PeerPool:
         unused = [peer for peer in self._peers.values() if not peer.unanswered]
         if not unused:
             raise TooManyPeers(
-                f"the maximum of {len(self._peers)} control peers all have requests pending: find out why they do not "
-                f"answer, or raise max_peers={self._settings.max_peers}"
+                f"requests wait for {len(self._peers)} engines, which is the maximum at a time: find out why these do "
+                "not answer"
             )
         self.drop(min(unused, key=lambda peer: peer.used_at))
 
