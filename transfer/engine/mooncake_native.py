@@ -273,7 +273,8 @@ class NativeEngine:
             raise EngineStartError(
                 f"Mooncake did not start (code {code}) with host {options.host!r}, protocol {options.protocol!r}, "
                 f"devices {options.devices!r}: the host must be an address of this machine, the devices must exist, "
-                "and there must be free ports above 15000; set MC_LOG_LEVEL=INFO for details"
+                "and there must be free ports from 15000 to 17000, or as MC_MIN_RPC_PORT and MC_MAX_RPC_PORT say: over "
+                "TCP, each link takes two of its host. MC_LOG_LEVEL=INFO tells more"
             )
         self._port = int(self._engine.get_rpc_port())
         self._files = set(os.listdir(_FILES)) - before  # new ones: a look at each of thousands takes long

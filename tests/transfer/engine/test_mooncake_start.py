@@ -6,7 +6,10 @@ Covers: transfer.engine.rdma, transfer.engine.mooncake_limits, transfer.engine.a
 import importlib
 import json
 import os
+import re
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -411,3 +414,26 @@ def test_a_listener_with_the_number_of_a_file_that_was_closed_meanwhile_is_found
         assert found == [each._port]
         each.delete()
     assert native.speaks_ipv6 == usual.speaks_ipv6
+
+
+#: Starts engines until Mooncake has no port left of ten, which it reads of the environment once a process.
+FULL = """
+from transfer.engine.mooncake import MooncakeOptions
+from transfer.engine.mooncake_native import NativeEngine
+engines = []
+try:
+    while len(engines) < 11:
+        engines.append(NativeEngine(MooncakeOptions("127.0.0.1").native))
+except Exception as error:
+    print(len(engines), type(error).__name__, error)
+for each in engines:
+    each.delete()
+"""
+
+
+def test_without_a_free_port_an_engine_says_how_many_it_takes_and_how_to_give_it_more() -> None:
+    own = {"MC_MIN_RPC_PORT": "17100", "MC_MAX_RPC_PORT": "17109"}
+    ended = subprocess.run(
+        [sys.executable, "-c", FULL], env=os.environ | own, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert re.match(r"[1-5] EngineStartError .*MC_MAX_RPC_PORT say: over TCP, each link takes two", ended.stdout)
