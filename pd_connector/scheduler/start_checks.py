@@ -119,9 +119,7 @@ def check_cache_manager(vllm_config: "VllmConfig", blocks: DeviceBlocks, groups:
     ``groups``: what vLLM keeps of a request in every cache group.
     """
     if any(kept.states for kept in groups) and blocks.finds_prefixes:
-        is_set = (
-            getattr(vllm_config.cache_config, "prefix_match_unit", None) is not None
-        )  # vLLM 0.23 has no such option
+        is_set = getattr(vllm_config.cache_config, "prefix_match_unit", None) is not None  # vLLM 0.23 has none
         check_prefix_unit(blocks.hash_tokens, groups, is_set=is_set)
     if context_parallel(vllm_config)[0] > 1:
         check_block_sizes(blocks.block_tokens, groups)

@@ -144,7 +144,7 @@ def worker_of(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
 def test_pulls_to_where_vllm_zeroes_blocks_clear_what_they_leave(
     worker_of: Open, monkeypatch: pytest.MonkeyPatch, needs: bool
 ) -> None:
-    monkeypatch.setattr(KVCacheConfig, "needs_kv_cache_zeroing", needs)
+    monkeypatch.setattr(module, "needs_zeroing", lambda config: needs)
     worker = worker_of("kv_consumer", registered=True, host_transfers="auto", cpu_bytes_to_use=64 << 20, canary=None)
     _, pulls, canaries, landings = cast("list[Any]", worker.side._roles)
     contexts = [each._context for each in (pulls, landings, canaries._pulls)]
