@@ -14,7 +14,6 @@ from typing import Any, cast
 import pytest
 import torch
 from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
-from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from layout.geometry import Region
 from pd_connector.config import ConfigError, parse_config
