@@ -235,19 +235,34 @@ class DeploymentWithStatesOfPrompts(DeploymentWithBorderStates):
 
     keeps_all = False
 
-    @rule(asked=WHICH, which=WHICH, answer=st.integers(1, 40), tokens=st.integers(1, 20), at_once=st.booleans())
-    def a_conversation_goes_on(self, asked: int, which: int, answer: int, tokens: int, at_once: bool) -> None:
-        """Perhaps with what another engine has answered."""
+    @rule(
+        asked=WHICH, which=WHICH, answer=st.integers(1, 40), tokens=st.integers(1, 40), at_once=st.booleans(),
+        waited_for=st.sampled_from([0, 2, 4]),
+    )  # fmt: skip
+    def a_conversation_goes_on(
+        self, asked: int, which: int, answer: int, tokens: int, at_once: bool, waited_for: int
+    ) -> None:
+        """Or begins. Perhaps with what another engine has answered; by a turn, or as many as are ``waited_for``."""
+        for number in range(waited_for or 1):
+            turn = self._take_turn(0 if number else asked, which, answer, tokens, at_once)
+            for _ in range(100 if waited_for else 0):
+                if turn.ended:
+                    break
+                self.world.step()
+
+    def _take_turn(self, asked: int, which: int, answer: int, tokens: int, at_once: bool) -> ClientRequest:
+        decode, prefill = self._pick(self.consumers, which), self.producers[0]
         ended = [each for each in self.all_asked if each.ended == "finished" and len(each.tokens) < 250]
-        if not ended:
-            return
-        before, decode, prefill = self._pick(ended, asked), self._pick(self.consumers, which), self.producers[0]
         turn = self._new(tokens, answer, None if at_once else decode)
-        turn.tokens[:0] = [*before.tokens, *[OUTPUT_TOKEN] * before.outputs]
+        if ended:
+            before = self._pick(ended[::-1], asked)
+            turn.tokens[:0] = [*before.tokens, *[OUTPUT_TOKEN] * before.outputs]
+        prefilled = turn
         if at_once:
             decode.ask_by_name(turn, prefill)
-            turn = ClientRequest(turn.name, turn.tokens, answer, decode, transfer_id=turn.name)
-        prefill.ask(turn)
+            prefilled = ClientRequest(turn.name, turn.tokens, answer, decode, transfer_id=turn.name)
+        prefill.ask(prefilled)
+        return turn
 
 
 class DeploymentWithStatesOfDrafts(DeploymentWithStates):
@@ -260,6 +275,12 @@ class DeploymentWithCheckpoints(DeploymentWithBorderStates):
     """Mamba2 layers since vLLM 0.32: a step hands out the state of a border within it."""
 
     stated = CHECKPOINTS
+
+
+class DeploymentWithCheckpointsOfDraftedPrompts(DeploymentWithStatesOfPrompts):
+    """And of Mamba2 layers of a model that drafts a token."""
+
+    stated = CHECKPOINTS | DRAFTS
 
 
 class DeploymentWithCheckpointsAndDrafts(DeploymentWithBorderStatesInHostMemory):
@@ -279,7 +300,11 @@ if INSTALLED >= (0, 30):  # states of recurrent layers
         DeploymentWithStatesOfDrafts: 5,
     }
 if INSTALLED >= (0, 32):
-    EXAMPLES |= {DeploymentWithCheckpoints: 9, DeploymentWithCheckpointsAndDrafts: 7}
+    EXAMPLES |= {
+        DeploymentWithCheckpoints: 9,
+        DeploymentWithCheckpointsAndDrafts: 7,
+        DeploymentWithCheckpointsOfDraftedPrompts: 9,
+    }
 every_machine = pytest.mark.parametrize("machine", EXAMPLES, ids=lambda machine: machine.__name__)
 
 
