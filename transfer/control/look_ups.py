@@ -19,7 +19,7 @@ class Resolved(msgspec.Struct, frozen=True):
     failure: TransferError | str = ""
 
 
-class LookUps:
+class HostLookUps:
     """Looks up hosts, up to ``most`` at a time; others wait for their turn. Belongs to the client's thread.
 
     A look-up calls ``report`` on its own thread when it ends; then the owner calls ``ended``.

@@ -19,7 +19,7 @@ import zmq
 from transfer.control.connections import CHECK_INTERVAL_S, FRAMES_READ, UnreadBytes, connection_of, over_limit, receive
 from transfer.control.failures import AuthenticationFailed, TooManyPeers
 from transfer.control.keys import ControlKeys
-from transfer.control.look_ups import LookUps, Resolved
+from transfer.control.look_ups import HostLookUps, Resolved
 from transfer.control.messages import MAX_FRAME_BYTES, MalformedMessage
 from transfer.control.polling import SocketMonitor
 from transfer.errors import TransferError
@@ -143,7 +143,7 @@ class PeerPool:
         self._poller.register(wakeup_fileno, zmq.POLLIN)
         self._peers: dict[Address, PeerSocket] = {}
         self._by_socket: dict[zmq.Socket[bytes], PeerSocket] = {}
-        self._look_ups = LookUps(settings.max_resolvers, allowed, report)
+        self._look_ups = HostLookUps(settings.max_resolvers, allowed, report)
 
     def poll(self, timeout_s: float) -> Iterator[tuple[PeerSocket, int]]:
         """Wait for any socket or the wake-up, then yield the ready peers that are still held, with their ZeroMQ events.
