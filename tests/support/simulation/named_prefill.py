@@ -143,7 +143,8 @@ class NamedPrefill:
         self._host_settings = host_settings
         self.memory: dict[tuple[int, int], int] = {}
         self.host_memory: dict[tuple[int, int], int] = {}  # the same, by slot
-        self.loads: list[LoadOrder] = []  # ordered, and not carried out
+        self._launched: list[Sequence[LoadOrder]] = []  # the loads of each step under way
+        self.loads: list[LoadOrder] = []  # of steps that have ended, and not carried out
         self.holds_loads = False
         self.fails_loads = False
         self._failures = FailedBlocks()
@@ -243,7 +244,7 @@ class NamedPrefill:
                 tables = tuple(map(tuple, self.scheduler.kv_cache_manager.get_block_ids(request_id)))
                 works.append(PrefillWork(request_id, end - number, end, stamps, tables))
             sampled.append([OUTPUT_TOKEN] if end >= request.num_tokens else [])
-        self.loads += orders.loads
+        self._launched.append(orders.loads)
         self._failures.expect(orders.destinations)
         result = ModelRunnerOutput(ids, {each: index for index, each in enumerate(ids)}, sampled)
         self.check()
@@ -252,6 +253,7 @@ class NamedPrefill:
     def end(self, step: StepUnderWay, ranks: int | None = None) -> None:
         """Let a step end: its workers have written, and ``ranks`` of them, all unless it is given, report it."""
         stored = self._store(step.stores)
+        self.loads += self._launched.pop(0)  # not those of a later step: copies wait for what was launched before them
         loaded = self._load()
         invalid = self._load_sibling(step)
         self._compute(step)
@@ -431,8 +433,9 @@ class NamedPrefill:
         return {store.store_id: StoreEnds(self.ranks) for store in stores}
 
     def _has_its_blocks(self, named: Any) -> bool:
-        """False from a preemption to the next step, in which the followers are told."""
-        return bool(named.request.num_preemptions == named.preemptions)
+        """False from a preemption, or a load that failed, to the step in which the followers are told."""
+        tables = self.scheduler.kv_cache_manager.get_block_ids(named.request.request_id)
+        return bool(named.request.num_preemptions == named.preemptions and any(tables))
 
     def close(self) -> None:
         self.scheduler.shutdown()

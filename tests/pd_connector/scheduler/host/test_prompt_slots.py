@@ -229,15 +229,18 @@ class Fate:
             self.engine.step()
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("first", range(4))
 def test_whatever_happens_nothing_wrong_is_announced_and_nothing_stays_lent(
-    start_prefill: StartPrefill, seed: int
+    start_prefill: StartPrefill, first: int
 ) -> None:
-    engine = make(start_prefill, asynchronous=bool(seed % 2), with_window=bool(seed & 2))
-    fate = Fate(engine, random.Random(seed), seed % 2)
-    with patch.object(engine.announcer, "take_events", dict):  # for vLLM's statistics
-        for _ in range(200):
-            fate.act()
-        fate.end()
-    assert engine.announcer.take_events()["in_host"], "nothing was ever announced in host memory"
-    assert not tier(engine).loans.references()
+    announced = 0
+    for seed in range(first, first + 40, 4):
+        engine = make(start_prefill, asynchronous=bool(seed % 2), with_window=bool(seed & 2))
+        fate = Fate(engine, random.Random(seed), seed % 2)
+        with patch.object(engine.announcer, "take_events", dict):  # for vLLM's statistics
+            for _ in range(200):
+                fate.act()
+            fate.end()
+        announced += engine.announcer.take_events().get("in_host", 0)
+        assert not tier(engine).loans.references()
+    assert announced, "nothing was ever announced in host memory"
