@@ -17,6 +17,7 @@ MODULES = (
     "transfer.copies.batch.single",
     "transfer.copies.checksums.block_checksums",
     "transfer.copies.reshape.reshape",
+    "transfer.engine.cuda_ipc_copies",
 )
 
 
@@ -25,7 +26,8 @@ def keep_compiled() -> None:
 
     numba compares the time of a loop's own file only, not of the files of what the loop calls: all are in the digest.
     """
-    files = sorted(file for package in ("layout", "transfer/copies") for file in (ROOT / package).rglob("*.py"))
+    packages = "layout", "transfer/copies", "transfer/engine"
+    files = sorted(file for package in packages for file in (ROOT / package).rglob("*.py"))
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
     directory = ROOT / ".cache" / "kernels" / digest
     with suppress(OSError):  # of a checkout that cannot be written

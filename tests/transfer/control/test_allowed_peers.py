@@ -1,4 +1,7 @@
-"""Which hosts may be contacted: what a list says, and that nothing is sent to any other."""
+"""Which hosts may be contacted: what a list says, and that nothing is sent to any other.
+
+Covers: transfer.control.look_ups.
+"""
 
 import logging
 import socket

@@ -1,4 +1,7 @@
-"""Peers that are late or offer too much, and requests left aside: what that costs the engine that asks for prefixes."""
+"""Peers that are late or offer too much, and requests left aside: what that costs the engine that asks for prefixes.
+
+Covers: pd_connector.scheduler.decode.prefix_offers.
+"""
 
 from collections.abc import Iterator
 from typing import Any
