@@ -57,7 +57,7 @@ COUNTERS = {
     "pull_tokens": "Prompt tokens pulled, counted on every rank.",
     "pulls_ahead": "Pulls that began before the prompt was computed.",
     "pull_bytes_ahead": "Bytes pulled before the prompt was computed.",
-    "pull_restarts": "Pulls that started over because the prefill engine preempted the prompt, counted on every rank.",
+    "pull_restarts": "Pulls begun again, as the prefill engine preempted the prompt or moved its lease, on every rank.",
     "prefix_tokens": "Prompt tokens pulled from peers instead of being computed.",
     "prefix_bytes": "Bytes of these tokens, on all ranks.",
     "pool_tokens": "Prompt tokens fetched from the pool instead of being computed.",

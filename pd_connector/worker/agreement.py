@@ -27,7 +27,7 @@ _FORMATS = {
     torch.float8_e5m2: "fp8_e5m2",
     torch.int8: "int8",
 }
-#: What is in a tensor of integers, by vLLM's setting, if that is not one number each. Scaled: behind the codes of each
+#: What is in a tensor of integers, by vLLM's setting, if these are not the numbers. Scaled: behind the codes of each
 #: token and head follows their scale, a float32. There, a row has K and its scale, then V and its scale.
 _FORMATS_OF_INTEGERS = {
     (torch.uint8, "fp8"): "fp8_e4m3",

@@ -43,7 +43,8 @@ the blocks), a new *attempt* begins, and D starts over too: what it has read cou
 P may move what is leased to its host memory when its device is short of blocks (a setting; its welcome then describes
 that memory as well). A D worker therefore asks where a lease lies before it reads, and says in its release where it has
 read. From the answer on, the lease stays where it is; one that nobody has asked about may move. So a D that does not
-ask may still read from the device, and its release is valid only if the lease has not moved.
+ask may still read from the device, and its release is valid only if the lease has not moved. Of a prompt that it
+follows, it asks once that is complete; if the lease has moved by then, it reads all again.
 
     D worker                                   P scheduler process
        | locate {lease_id} ----------------------> |   once per pull, if the welcome has ``host_workers``

@@ -107,8 +107,10 @@ class MappedCopies:
             CopyFailed: not all of it could be started; see ``CopyBackend.start``.
         """
         rest = placed.copies
-        if self._kernel is not None and placed.kernels and self._launch(self._kernel, placed.of(by_kernel=True)):
-            rest = placed.of(by_kernel=False)
+        if self._kernel is not None and placed.kernels:
+            others = placed.of(by_kernel=False)  # now: behind a launch, nothing may fail before its end is recorded
+            if self._launch(self._kernel, placed.of(by_kernel=True)):
+                rest = others
         return self._batches.start(rest, None)  # the event follows what was launched, too
 
     def _launch(self, kernel: "RunKernel", copies: Copies) -> bool:

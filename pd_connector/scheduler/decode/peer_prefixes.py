@@ -39,7 +39,7 @@ from pd_connector.vllm.device_blocks import DeviceBlocks, HeldBlocks
 from pd_connector.vllm.requests import computes_whole_prompt
 from transfer.control.client import ControlClient
 from transfer.control.limits import MAX_HASHES, LastFew, ThrottledWarnings
-from transfer.control.messages import Cancel, Find, Found
+from transfer.control.messages import Cancel, Find, Found, Renew
 from transfer.errors import TransferError
 from transfer.peers import Address
 
@@ -80,10 +80,12 @@ class _Pulling:
 
     request: "Request"
     peer: Address
+    remote: RemotePrefill
     first: int
     end: int
     key: bytes
     give_up_at: float
+    renew_at: float
     blocks: "Mapping[int, tuple[int, HeldBlocks]]"  # by cache group: the first entry of the table, and what is there
     before: HeldBlocks  # that hold what it extends
     ends: RankEnds
@@ -184,7 +186,9 @@ class PeerPrefixes(SchedulerRole):
         return 0
 
     def step_orders(self, scheduled: Mapping[str, int]) -> Orders:
-        """Return the pulls since the last step."""
+        """Return the pulls since the last step; keep the leases of those under way."""
+        for pulling in self._pulling.values():
+            self._renew(pulling)
         orders, self._orders = tuple(self._orders), []
         return Orders(prefixes=orders)
 
@@ -449,16 +453,23 @@ class PeerPrefixes(SchedulerRole):
         self._orders.append(PullOrder(pull_id, remote, tuple(block_ids), asking.first, end, pull_id))
         give_up_at = min(asking.give_up_at, self._clock() + self._rate.seconds_for(end - asking.held))
         pulling = _Pulling(
-            request, Address(remote.remote_host, remote.remote_port), asking.first, end, asking.key, give_up_at,
-            blocks, before, RankEnds(0),
+            request, Address(remote.remote_host, remote.remote_port), remote, asking.first, end, asking.key, give_up_at,
+            self._clock() + remote.lease_ttl_s / 3, blocks, before, RankEnds(0),
         )  # fmt: skip
         self._pulling[pull_id] = self._waiting[request.request_id] = self._begun[asking.key] = pulling
         return True
 
+    def _renew(self, pulling: _Pulling) -> None:
+        """Renew the lease of what is being pulled, three times in its time to live: a pull may take longer."""
+        if (now := self._clock()) >= pulling.renew_at:
+            pulling.renew_at, remote = now + pulling.remote.lease_ttl_s / 3, pulling.remote
+            message = Renew(remote.remote_engine_id, (remote.lease_id,), (remote.lease_id,))
+            self._client.request(remote.remote_host, remote.remote_port, message, _MESSAGE_S)
+
     def _end(self, pulling: _Pulling) -> None:
         """Let what has arrived be found, if it is all there, and give the blocks back."""
         if pulling.ends.failed or not pulling.is_wanted:
-            self.counts["prefixes", "failed"] += 1
+            self.counts["prefixes", "failed"] += not pulling.is_late
             if pulling.ends.failed:
                 self._leave_aside(pulling.peer)
         else:

@@ -2,7 +2,8 @@
 
 import re
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -134,3 +135,16 @@ def test_it_is_checked_where_there_is_a_gpu(
     monkeypatch.delenv("PD_CONNECTOR_SECRET", raising=False)
     assert module.main(["--config", '{"host": "127.0.0.1"}']) == 0
     assert ("ok   same host: two processes here use tcp: " in capsys.readouterr().out) is is_there
+
+
+@pytest.mark.parametrize("error", [ImportError, OSError, RuntimeError, ValueError])
+def test_without_a_torch_that_can_be_imported_there_is_none(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    """It raises ValueError without CUDA's libraries, and RuntimeError for torch_npu without CANN's."""
+
+    def refuse(name: str) -> NoReturn:
+        raise error(name)
+
+    monkeypatch.setattr(same_host, "importlib", SimpleNamespace(import_module=refuse))
+    assert not same_host.has_gpu()

@@ -14,7 +14,7 @@ from pd_connector.worker.remote_reader import SLOTS, RemoteReader
 from tests.support.connector.nhd_pulls import LocalWire
 from tests.support.connector.state_caches import StateRank
 from tests.support.layout.oracle import Rank
-from transfer.copies.reshape.reshape_kernel import KernelCopier
+from transfer.copies.reshape.reshape_kernel import KernelCopier, RunKernel
 
 STAGING_BYTES = SLOTS * (512 << 10)
 
@@ -47,7 +47,7 @@ class StagedRanks:
 
         The kernel is not tried at each start, which takes longer than a small pull.
         """
-        monkeypatch.setattr(KernelCopier, "_try", lambda _: None)
+        monkeypatch.setattr(RunKernel, "_try", lambda *_: None)
         for kind in (Rank, StateRank):
             monkeypatch.setattr(kind, "receive", self._in_place_of(kind.receive))
         return self

@@ -43,6 +43,19 @@ def test_an_engine_whose_pull_is_late_is_not_asked_again_before_that_has_ended(w
     assert finder.counts["prefixes: asked"] == 2
 
 
+def test_a_pull_that_takes_longer_than_a_lease_lives_keeps_its_lease(world: World) -> None:
+    holder = a_holder(world)
+    finder = asker(world, holder, pull_s=50.0)
+    hold(world, holder, FIRST)
+    compute(world, finder, [*FIRST, 1])
+    while finder.worker.prefixes:
+        world.step(0.5)
+    world.step()
+    compute(world, finder, [*range(900, 900 + TURN)])
+    assert finder.counts["prefixes: asked"] == 2, "it is left aside as if the pull had failed"
+    assert holder.leases == 0
+
+
 def test_a_link_that_is_slower_than_computing_costs_one_request_its_wait(world: World) -> None:
     holder = a_holder(world, blocks=400)
     finder = asker(world, holder, blocks=400, pull_s=0.6)
