@@ -197,7 +197,6 @@ class LeaseMoves(SchedulerRole):
         blocks = 0
         for lease, why in self._chosen():
             held = lease.held.blocks
-            assert not lease.held.hosts, "the lease must stay where it is"
             if len(held) >= self._least_too_large or tier.is_storing(held):
                 continue
             loan = tier.loans.lend_for_copies(held)
@@ -238,9 +237,11 @@ class LeaseMoves(SchedulerRole):
         lease_id, blocks, loan, loans = move.lease.lease_id, move.lease.held.blocks, move.loan, self.tier.loans
         self._moves.pop(lease_id, None)
         slots = dict(zip(move.ids.tolist(), loan.slots.tolist(), strict=True))
-        if not ends.failed and self._leases.move(lease_id, Leased(hosts=loan.hosts), slots) is not None:
+        before = None if ends.failed else self._leases.move(lease_id, Leased(hosts=loan.hosts), slots)
+        if before is not None:
             loans.publish(blocks, loan)
             self._blocks.release(blocks)  # those that the prompt ends with are evicted first
+            loans.take_back(before.hosts)  # that it was read in while the prompt was loaded
             self.counts["lease_blocks_moved", "copied"] += len(loan.new)
             self.counts["lease_blocks_moved", "present"] += len(blocks) - len(loan.new)
             self.counts["lease_moves", move.why] += 1

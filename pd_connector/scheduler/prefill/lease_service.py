@@ -175,7 +175,6 @@ class LeaseService(Generic[Held]):
         address: tuple[str, int],
         transfer_id: str = "",
         *,
-        may_move: bool = True,
         is_written: bool = True,
     ) -> dict[str, Any]:
         """Grant a lease over a finished prompt's blocks, and return the ``kv_transfer_params`` of the response.
@@ -186,7 +185,6 @@ class LeaseService(Generic[Held]):
             blocks: what the lease holds.
             address: host and port for messages about the lease.
             transfer_id: of a prompt that ``begin`` has taken up, and nobody has ended since.
-            may_move: whether the lease may move to host memory, if leases do.
             is_written: whether the device has written all of the blocks. If not, nobody is told that they can be read
                 before ``written``.
         """
@@ -216,7 +214,7 @@ class LeaseService(Generic[Held]):
             self._spans.granted(remote.lease_id, traceparent(request), request.request_id, prompt.tokens)
         if self._readers is not None:
             self._readers.leased(remote.lease_id, request.block_hashes)
-        tables = remote.remote_block_ids if may_move and self._host_workers else ()
+        tables = remote.remote_block_ids if self._host_workers else ()
         is_valid = self.leases.grant(remote.lease_id, blocks, contents_digest(remote), tables, is_written=is_written)
         if begun is not None and not is_valid:
             if self._spans is not None:

@@ -285,9 +285,8 @@ class Producer(SchedulerRole):
         held = Leased(blocks, hosts)
         transfer_id = self._announcer.transfer_id(request.request_id)
         step = self._announcer.unreported_step(request.request_id)
-        # Slots that followers know stay with the blocks that they belong to.
         params = self._service.grant(
-            request, block_ids, held, (self._host, self.port), transfer_id, may_move=not hosts, is_written=step is None
+            request, block_ids, held, (self._host, self.port), transfer_id, is_written=step is None
         )
         if step is not None:
             self._announcer.await_step(step, params["lease_id"])

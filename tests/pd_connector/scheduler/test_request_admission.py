@@ -227,14 +227,18 @@ def test_what_has_landed_does_not_wait_for_newer_pulls_on_an_engine_that_compute
     assert decode.counts["landed"] > 30
 
 
+@pytest.mark.parametrize("in_host", [False, True], ids=["computed", "loaded"])
 @pytest.mark.parametrize("together", [False, True])
 def test_leases_for_a_paused_decode_engine_move_whether_legs_are_sent_in_turn_or_at_once(
-    world: World, together: bool
+    world: World, together: bool, in_host: bool
 ) -> None:
     """It goes on to follow the prompts that it was asked for, and to renew their leases."""
     prefill = EngineSim(world, "kv_producer", blocks=64, slots=400, host_transfers="auto")
     decode = EngineSim(world, "kv_consumer", blocks=64)
     decode.pause(paused=True)
+    for number in range(6 * in_host):
+        prefill.ask(ClientRequest(f"before{number}", [number] * 400, 1))
+        world.run(within_s=10)
     for number in range(6):
         asked = ClientRequest(f"r{number}", [number] * 400, 3, decode, transfer_id=f"r{number}" if together else "")
         if together:
@@ -243,9 +247,11 @@ def test_leases_for_a_paused_decode_engine_move_whether_legs_are_sent_in_turn_or
     for _ in range(40):
         world.step()
     assert not prefill.requests, "prompts wait for blocks that leases hold"
+    assert any(prefill.computed_of[f"r{number}-p"] < 400 for number in range(6)) == in_host
     decode.pause(paused=False)
     world.run(within_s=10)
     assert decode.counts == {"pulled": 6, "read in host memory": 6}
+    assert not prefill.slots_in_use
 
 
 def test_an_overloaded_decode_engine_loses_no_lease_while_it_moves(world: World) -> None:

@@ -161,12 +161,6 @@ def test_a_reader_that_asks_where_it_lies_as_the_prompt_completes_keeps_it_there
     assert movable(named) == []
 
 
-def test_a_lease_that_is_not_to_move_does_not(named: Named) -> None:
-    named.service.set_workers((WORKER,), (WORKER,))
-    named.service.grant(named.begin(), ([1, 2, 3, 4, 5],), "blocks", ("p", 1), "t", may_move=False)
-    assert movable(named) == []
-
-
 def test_a_prompt_without_a_name_has_a_lease_of_its_own(named: Named) -> None:
     named.begin()
     remote = parse_remote_prefill(named.grant(FakeRequest("other", a_prompt(70)), ""))
