@@ -54,16 +54,20 @@ OpenWorker = Callable[..., tuple[ConnectorWorker, HostPool]]
 
 
 @pytest.fixture
-def open_worker(caches: tier.Caches) -> Iterator[OpenWorker]:
+def open_worker(caches: tier.Caches, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenWorker]:
     """Open a worker with host memory, and no transfer engine."""
     pools: list[HostPool] = []
+    # vLLM, which this environment has not, would say whether MultiConnector is around this connector.
+    monkeypatch.setattr("pd_connector.vllm.engine_config._outer", lambda config: config.kv_transfer_config)
 
     def opened(*, waits: bool = True) -> tuple[ConnectorWorker, HostPool]:
         pools.append((tier.open_pool if waits else tier.open_pool_without_marks)(caches, SLOTS))
-        transfer = SimpleNamespace(is_kv_producer=True, is_kv_consumer=True, kv_load_failure_policy="fail")
+        transfer = SimpleNamespace(
+            is_kv_producer=True, is_kv_consumer=True, kv_load_failure_policy="fail", kv_connector_extra_config={}
+        )
         config: Any = SimpleNamespace(kv_transfer_config=transfer)
         nothing: Any = None
-        worker = ConnectorWorker(config, nothing, ConnectorConfig(), StatsRecorder())
+        worker = ConnectorWorker(config, nothing, ConnectorConfig(protocol="tcp"), StatsRecorder())
         worker._roles = [pools[-1]]
         return worker, pools[-1]
 
