@@ -63,7 +63,7 @@ def test_both_roles_answer_a_burst_of_more_blocks_than_the_device_has(server: Se
     for event in ("revoked", "expired"):
         assert counts.value("vllm:pd_leases_total", event=event) == 0
     assert counts.value("vllm:pd_pull_failures_total") == counts.value("vllm:pd_landings_total", event="failed") == 0
-    # Each engine finds its own blocks, so it never proves itself by one, and computes what is behind the last whole one.
+    # It finds its own blocks, so it never proves itself by one, and computes what is behind the last whole one.
     behind = sum(len(prompt) % BLOCK_SIZE for prompt in prompts)
     assert counts.prompt_tokens("local_compute") <= sum(map(len, prompts)) + behind
     for answer, prompt in zip(answers, prompts, strict=True):
