@@ -79,7 +79,6 @@ class _Pulling:
     """A prefix on its way. Its request may have left, or not wait any longer."""
 
     request: "Request"
-    peer: Address
     remote: RemotePrefill
     first: int
     end: int
@@ -91,6 +90,10 @@ class _Pulling:
     ends: RankEnds
     is_wanted: bool = True  # its contents are valid
     is_late: bool = False  # its request was computed
+
+    @property
+    def peer(self) -> Address:
+        return Address(self.remote.remote_host, self.remote.remote_port)
 
 
 class PeerPrefixes(SchedulerRole):
@@ -453,8 +456,8 @@ class PeerPrefixes(SchedulerRole):
         self._orders.append(PullOrder(pull_id, remote, tuple(block_ids), asking.first, end, pull_id))
         give_up_at = min(asking.give_up_at, self._clock() + self._rate.seconds_for(end - asking.held))
         pulling = _Pulling(
-            request, Address(remote.remote_host, remote.remote_port), remote, asking.first, end, asking.key, give_up_at,
-            self._clock() + remote.lease_ttl_s / 3, blocks, before, RankEnds(0),
+            request, remote, asking.first, end, asking.key, give_up_at, self._clock() + remote.lease_ttl_s / 3, blocks,
+            before, RankEnds(0),
         )  # fmt: skip
         self._pulling[pull_id] = self._waiting[request.request_id] = self._begun[asking.key] = pulling
         return True

@@ -218,3 +218,21 @@ def test_a_slice_timeout_of_mooncakes_own_does_not_count_as_an_end(native: Nativ
     native._engine, real = Answers(), native._engine
     assert native.poll(1) == 0
     native._engine = real
+
+
+@pytest.mark.parametrize(
+    ("words", "batch_word", "is_known"), [(14, 6, True), (19, 8, True), (19, 6, False), (16, 6, False)]
+)
+def test_tasks_are_found_in_the_layouts_that_are_known(
+    native: NativeEngine, words: int, batch_word: int, is_known: bool
+) -> None:
+    """The installed release has one of them; 0.3.14 and newer ones have 19 words."""
+    head, tasks = np.zeros(4, np.uint64), np.zeros((3, words), np.uint64)
+    batch, first = head.ctypes.data, tasks.ctypes.data
+    head[:] = batch, len(tasks), first, first + tasks.nbytes
+    tasks[:, 0], tasks[:, batch_word] = 2, batch
+    found = find_tasks(native, batch, len(tasks))
+    assert (found is not None) is is_known
+    if found is not None:
+        tasks[1, 1] = 2  # it is that memory, and no copy
+        assert found[:, :3].tolist() == [[2, 0, 0], [2, 2, 0], [2, 0, 0]]

@@ -363,6 +363,18 @@ class TestTrouble:
         compute(world, reader, range_from(9000))
         assert world.clock.now - began < 0.3, "it is not asked again"
 
+    def test_a_pool_that_does_not_answer_is_waited_for_by_what_host_memory_lacks(self, world: World) -> None:
+        reader = an_engine(world)
+        compute(world, reader, range_from(9000))
+        for _ in range(10):
+            world.step()
+        reader.scheduler.kv_cache_manager.block_pool.reset_prefix_cache()
+        world.pool.is_stuck = True
+        reader.side._rate._per_second = 200.0  # what is held takes a second, and what is new half of one
+        began = world.clock.now
+        compute(world, reader, [*range_from(9000), *range(100)])
+        assert 0.3 < world.clock.now - began < 0.8
+
     def test_a_fetch_that_fails_gives_its_slots_back(self, world: World) -> None:
         fill(world)
         reader = an_engine(world)
