@@ -15,7 +15,7 @@ from pd_connector.scheduler.compute_rate import ComputeRate
 from pd_connector.scheduler.decode.border_states import BorderStates
 from pd_connector.scheduler.decode.canaries import Canaries
 from pd_connector.scheduler.decode.consumer import Consumer
-from pd_connector.scheduler.decode.landings import LandingMode, Landings
+from pd_connector.scheduler.decode.landings import Landings
 from pd_connector.scheduler.decode.look_ups import keys_suffice
 from pd_connector.scheduler.decode.peer_prefixes import PeerPrefixes
 from pd_connector.scheduler.decode.pulls_ahead import PullsAhead
@@ -25,6 +25,7 @@ from pd_connector.scheduler.external_loads import ExternalLoads
 from pd_connector.scheduler.host.pool_start import open_host_tier, open_shared_pool
 from pd_connector.scheduler.host.prompt_slots import PromptSlots
 from pd_connector.scheduler.host.tier import HostTier
+from pd_connector.scheduler.passed_over import PassedOver
 from pd_connector.scheduler.prefill.drain import Drain
 from pd_connector.scheduler.prefill.lease_moves import LeaseMoves
 from pd_connector.scheduler.prefill.lease_service import LeaseService
@@ -139,6 +140,7 @@ class ConnectorScheduler:
         self._external = ExternalLoads(self._blocks, block_tokens, steps_in_flight(vllm_config))
         # In the order in which they are asked for tokens. Host memory comes early: what it holds is not pulled.
         self._roles: list[SchedulerRole] = [self._external]
+        self._passed_over = PassedOver(self._roles)
         self._canaries = self._make_canaries()
         self._prompts = Prompts(vllm_config, config.model_check)
         self._hashes = BlockHashes(vllm_config)
@@ -179,11 +181,12 @@ class ConnectorScheduler:
         leasing = next((role for role in self._roles if isinstance(role, Producer) and forgets), None)
         to_pull = None if leasing is None else leasing.tokens_to_pull
         # Siblings are asked about a request, too. They would look for what the device has, or load from keys on.
-        look_ups = None if self._consumer is None or has_siblings() else self._consumer.look_ups
-        pass_over = look_ups.pass_over if look_ups is not None else _never
+        is_alone = not has_siblings()
+        pass_over = self._passed_over.pass_over if is_alone else _never
         self._blocks.bind(kv_cache_manager, self._release_device_blocks, to_pull, self._device_was_reset, pass_over)
         check_cache_manager(self._vllm_config, self._blocks, self._retentions)
         if self._states:
+            look_ups = self._consumer.look_ups if self._consumer is not None and is_alone else None
             may_lack_state = look_ups.may_lack_state if look_ups is not None and self.finds_longer_hits else _never
             self._blocks.find_longer_hits(may_lack_state)
         if self._config.serve_prefixes and not self._unshared:
@@ -221,7 +224,7 @@ class ConnectorScheduler:
         """Return how many tokens beyond ``computed_tokens`` will be loaded or pulled; None if not known yet."""
         if self._waits_for_workers:
             return None  # a prompt that is computed now could be neither leased nor stored
-        if self._consumer is not None and self._consumer.look_ups.was_passed_over(request):
+        if self._passed_over.was_passed_over(request):
             return None
         if any(role.must_wait(request, computed_tokens) for role in self._roles):
             return None
@@ -380,7 +383,7 @@ class ConnectorScheduler:
             if (mode := self._config.host_transfers) != "off":
                 check_holds_a_prompt(tier.pool.slots, self._retentions, max_model_len(self._vllm_config), self._config)
                 if self._consumer is not None:
-                    landings = self._make_landings(mode, tier, self._consumer, len(in_order))
+                    landings = Landings(mode, tier, self._consumer, self._demand, len(in_order))
                     self._roles.insert(self._roles.index(self._consumer) + 1, landings)
             if self._moves is not None and self._prompt_slots is not None:
                 self._moves.use(tier, len(in_order))
@@ -485,13 +488,6 @@ class ConnectorScheduler:
             peers, client, self._blocks, self._retentions, self._hashes, self._canaries, self._rate, held_in_host,
             self._clock, self._readers,
         )  # fmt: skip
-
-    def _make_landings(self, mode: LandingMode, tier: HostTier, consumer: Consumer, ranks: int) -> Landings:
-        logger.info(
-            "PDConnector: prompts are pulled to host memory%s, and loaded from there (host_transfers = %s)",
-            " if the device has no room for them" if mode == "auto" else "", mode,
-        )  # fmt: skip
-        return Landings(mode, tier, consumer, self._demand, ranks)
 
     def _leave_last_token(self, request: "Request") -> None:
         """Have a prefill leg leave its last token to the other engine, which needs the state before it."""

@@ -42,6 +42,13 @@ class SchedulerRole:
         """
         return False
 
+    def is_waiting(self, request: "Request") -> bool:
+        """Return whether ``must_wait`` has begun what a request waits for, and it has yet to come. Begins nothing.
+
+        Not if that takes too long: whoever is told so in every step learns of news, and of the end of its time.
+        """
+        return False
+
     def missing_tokens(self, request: "Request", computed_tokens: int) -> int:
         """Return how many tokens beyond ``computed_tokens`` this role will bring."""
         return 0

@@ -60,7 +60,7 @@ from pd_connector.scheduler.decode.look_ups import LookUps
 from pd_connector.scheduler.decode.needed_blocks import NeededBlocks
 from pd_connector.scheduler.decode.pulls_ahead import PullsAhead
 from pd_connector.scheduler.decode.renewals import Renewals
-from pd_connector.scheduler.decode.single_use import Key, SingleUse
+from pd_connector.scheduler.decode.single_use import SingleUse, key_of
 from pd_connector.scheduler.decode.subscriptions import Subscriptions
 from pd_connector.scheduler.scheduler_role import SchedulerRole
 from pd_connector.stats import ComputedHere, StatsRecorder
@@ -157,6 +157,10 @@ class Consumer(SchedulerRole):
             case Announced() as leg:
                 return self._must_wait_for_other_leg(request, leg)
         return False
+
+    def is_waiting(self, request: "Request") -> bool:
+        """Return whether a prefill engine has yet to begin with a request's prompt."""
+        return self.look_ups.awaits_prefill(request)
 
     def missing_tokens(self, request: "Request", computed_tokens: int) -> int:
         """Return how many prompt tokens to pull beyond the ``computed_tokens`` that are here already.
@@ -328,18 +332,9 @@ class Consumer(SchedulerRole):
         Raises:
             ParamsError: its transfer is that of another prompt.
         """
-        if isinstance(asked, RemotePrefill):
-            key: Key = ("lease", asked.lease_id)
-        else:
-            key = ("transfer", asked.remote_host, str(asked.remote_port), asked.transfer_id)
+        key = key_of(asked)
         if self._used.is_known(key) or is_later_choice(request_id):
-            of = self._used.prompt(key)
-            if isinstance(asked, RemoteTransfer) and prompt is not None and of is not None and prompt != of:
-                raise ParamsError(
-                    f"{asked.label} is that of another request, whose prompt has {of.tokens} tokens (digest "
-                    f"{of.digest or 'unknown'}), and this one has {prompt.tokens} ({prompt.digest or 'unknown'}): each "
-                    "request needs a transfer_id of its own"
-                )
+            self._used.check_prompt(asked, prompt)
             self._legs.put(request_id, Waiting(Follower(key)))
             return
         self._used.take(request_id, key, prompt)

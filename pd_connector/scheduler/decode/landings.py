@@ -81,6 +81,10 @@ class Landings(SchedulerRole):
 
     def __init__(self, mode: LandingMode, tier: HostTier, consumer: Consumer, demand: BlockDemand, ranks: int) -> None:
         """Start with none. ``demand``: of the device's blocks; ``ranks``: of the engine."""
+        logger.info(
+            "PDConnector: prompts are pulled to host memory%s, and loaded from there (host_transfers = %s)",
+            " if the device has no room for them" if mode == "auto" else "", mode,
+        )  # fmt: skip
         self._mode = mode
         self._tier = tier
         self._consumer = consumer

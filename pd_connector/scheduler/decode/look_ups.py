@@ -1,12 +1,9 @@
-"""What vLLM looks up in its prefix cache for requests that are pulled, before it asks how much that will be.
+"""What vLLM looks up in its prefix cache for requests that are pulled: also keys of which no state is here.
 
-**Nothing** for one that waits in any case. vLLM would look up the whole prefix of each in every step, and a thousand
-may wait for a prefill engine.
-
-**Keys of which no state is here.** A prefix hit ends with a state. By default, vLLM keeps none of an answer; and where
-the block sizes of two engines have no common border, none of a prompt that was pulled. So each turn of a conversation
-would pull the answer before it, or all before it, again. But a pull brings the state after its last token, whatever
-lies before it: keys are enough for a pull, and for nothing else.
+A prefix hit ends with a state. By default, vLLM keeps none of an answer; and where the block sizes of two engines have
+no common border, none of a prompt that was pulled. So each turn of a conversation would pull the answer before it, or
+all before it, again. But a pull brings the state after its last token, whatever lies before it: keys are enough for a
+pull, and for nothing else.
 
 Everything runs on the scheduler's thread.
 """
@@ -39,30 +36,18 @@ def keys_suffice(retentions: Sequence[Retention], config: ConnectorConfig) -> bo
 
 
 class LookUps:
-    """Looks at the decode legs. Owns which request is passed over."""
+    """Looks at the decode legs. Owns nothing."""
 
     def __init__(self, legs: Legs, subscriptions: Subscriptions, canaries: Canaries) -> None:
         """Take what knows of the legs."""
         self._legs = legs
         self._subscriptions = subscriptions
         self._canaries = canaries
-        self._passed_over = ""
 
-    def pass_over(self, request: "Request") -> bool:
-        """Return whether nothing is to be looked up for a request: a prefill engine has yet to begin with its prompt.
-
-        Then it must be told to wait: the news of the next moment count in the next step.
-        """
+    def awaits_prefill(self, request: "Request") -> bool:
+        """Return whether a prefill engine has yet to begin with a request's prompt."""
         is_announced = isinstance(self._legs.get(request.request_id), Announced)
-        waits = is_announced and self._subscriptions.look(request.request_id) is None
-        self._passed_over = request.request_id if waits else ""
-        return waits
-
-    def was_passed_over(self, request: "Request") -> bool:
-        """Return whether nothing was looked up for a request, once: some schedulers look up in other ways, too."""
-        was = bool(request.request_id == self._passed_over)
-        self._passed_over = ""
-        return was
+        return is_announced and self._subscriptions.look(request.request_id) is None
 
     def may_lack_state(self, request: "Request") -> bool:
         """Return whether a request's prompt will be pulled if it can be. If not after all, vLLM looks for a state.

@@ -31,6 +31,7 @@ from pd_connector.scheduler.compute_rate import ComputeRate
 from pd_connector.scheduler.decode.canaries import Canaries, Standing
 from pd_connector.scheduler.decode.needed_blocks import NeededBlocks
 from pd_connector.scheduler.decode.prefix_offers import offered_prefix
+from pd_connector.scheduler.prefix_queue import PrefixQueue
 from pd_connector.scheduler.readers import Readers
 from pd_connector.scheduler.scheduler_role import SchedulerRole, ended
 from pd_connector.vllm.block_hashes import BlockHashes
@@ -141,10 +142,8 @@ class PeerPrefixes(SchedulerRole):
         self._asking: dict[str, _Asking] = {}  # by request
         self._pulling: dict[str, _Pulling] = {}  # by the id of the pull
         self._waiting: dict[str, _Pulling] = {}  # for the same, by request
-        self._begun: dict[bytes, _Asking | _Pulling] = {}  # every one of them, by the first block that is missing
         self._to_prove: dict[str, tuple[RemotePrefill, int]] = {}  # by request: an untried peer, and tokens held here
-        self._asked: set[str] = set()  # requests that are not asked for again
-        self._queued: dict[str, float] = {}  # until when a request waits for others, by request
+        self._queue: PrefixQueue[_Asking | _Pulling] = PrefixQueue(_MAX_UNDER_WAY, rate, clock)
         self._reader: dict[str, Address | None] = {}  # who has read the beginning of a prompt here, by request
         self._unanswered: LastFew[Address, Future[Found]] = LastFew(_MOST_KNOWN)  # for which nobody waits any more
         self._silent_until: LastFew[Address, float] = LastFew(_MOST_KNOWN)
@@ -162,19 +161,27 @@ class PeerPrefixes(SchedulerRole):
 
         ``computed_tokens``: those that the device holds already.
         """
+        if self.is_waiting(request):
+            return True
         request_id = request.request_id
         if (asking := self._asking.get(request_id)) is not None:
-            return self._must_wait_for_answers(asking)
-        if (pulling := self._waiting.get(request_id)) is not None:
-            if self._clock() < pulling.give_up_at:
-                return True
-            del self._waiting[request_id]
+            return self._take_answers(asking)
+        if (pulling := self._waiting.pop(request_id, None)) is not None:
             pulling.is_late = True
             self.counts["prefixes", "late"] += 1
             self._leave_aside(pulling.peer)
-        if request_id in self._asked or not self._ranks:
+        if request_id in self._queue.asked or not self._ranks:
             return False
         return self._begin(request, computed_tokens)
+
+    def is_waiting(self, request: "Request") -> bool:
+        """Return whether an answer or a pull is still to come, for a request or those before it, and in time."""
+        request_id = request.request_id
+        if (asking := self._asking.get(request_id)) is not None:
+            return self._clock() < asking.give_up_at and not all(answer.done() for answer in asking.asked.values())
+        if (pulling := self._waiting.get(request_id)) is not None:
+            return self._clock() < pulling.give_up_at
+        return self._queue.is_waiting(request_id)
 
     def allocated(self, request: "Request", blocks: object, external_tokens: int) -> int:
         """Bring nothing. A request that is computed here may prove the peer that holds its prefix."""
@@ -199,18 +206,17 @@ class PeerPrefixes(SchedulerRole):
         """End the pulls that all ranks have reported."""
         for pulling in ended(self._pulling, report.prefixes, self._ranks, "the pull of prefix"):
             self._waiting.pop(pulling.request.request_id, None)
-            self._forget_key(pulling)
+            self._queue.end(pulling)
             self._end(pulling)
 
     def finish(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> None:
         """Forget a request. A pull for it goes on: others may find the prefix."""
         request_id = request.request_id
-        self._asked.discard(request_id)
-        self._queued.pop(request_id, None)
+        self._queue.forget(request_id)
         self._reader.pop(request_id, None)
         self._waiting.pop(request_id, None)
         if (asking := self._asking.pop(request_id, None)) is not None:
-            self._forget_key(asking)
+            self._queue.end(asking)
             self._abandon(asking)
         if (untried := self._to_prove.pop(request_id, None)) is not None:
             self._cancel(untried[0])
@@ -232,13 +238,11 @@ class PeerPrefixes(SchedulerRole):
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books balance."""
-        assert self._asking.keys() <= self._asked, "a request is being asked for that may be asked for again"
         assert all(pulling.ends.ranks < self._ranks for pulling in self._pulling.values()), "one should have ended"
         taken = [block.block_id for pulling in self._pulling.values() for block in _blocks_of(pulling)]
         assert len(set(taken)) == len(taken), "two prefixes are pulled to one block"
-        under_way = {id(each) for each in (*self._asking.values(), *self._pulling.values())}
-        assert {id(each) for each in self._begun.values()} <= under_way, "what has ended is waited for"
-        assert {id(each) for each in self._waiting.values()} <= under_way, "the same, by its request"
+        assert {*map(id, self._waiting.values())} <= {*map(id, self._pulling.values())}, "what has ended is waited for"
+        self._queue.check_integrity(self._asking, (*self._asking.values(), *self._pulling.values()))
 
     # Asking
 
@@ -258,16 +262,13 @@ class PeerPrefixes(SchedulerRole):
             return False
         peers = self._peers_for(request)
         if not peers:
-            self._asked.add(request.request_id)
+            self._queue.asked.add(request.request_id)
             return False
         key = bytes(request.block_hashes[number])
-        if (same := self._begun.get(key)) is not None:
-            return self._clock() < same.give_up_at and self._waits_for_others(request, missing)
-        # Not those that are late: vLLM may leave them aside for long, because of their adapters for example.
-        under_way: list[_Asking | _Pulling] = [*self._asking.values(), *self._waiting.values()]
-        if sum(self._clock() < each.give_up_at for each in under_way) >= _MAX_UNDER_WAY:
-            return self._waits_for_others(request, missing)
-        self._asked.add(request.request_id)
+        same = self._queue.get(key, request.request_id)
+        if same is not None or self._queue.is_full:
+            return self._queue.wait(request.request_id, missing, same)
+        self._queue.asked.add(request.request_id)
         in_host = self._held_in_host(request, computed_tokens)
         # What host memory holds is pulled, too: no more than is gained.
         least = computed_tokens + in_host + max(in_host, self._rate.least_tokens)
@@ -277,21 +278,10 @@ class PeerPrefixes(SchedulerRole):
         asking = _Asking(request, computed_tokens, computed_tokens + in_host, least, key, give_up_at, {})
         for peer in peers:
             self._ask(asking, peer, self._peer_hash_tokens.get(peer, own_tokens))
-        self._asking[request.request_id] = self._begun[key] = asking
+        self._asking[request.request_id] = asking
+        self._queue.begin(asking)
         self.counts["prefixes", "asked"] += 1
         return True
-
-    def _waits_for_others(self, request: "Request", missing: int) -> bool:
-        """Return whether a request goes on waiting for others: for no longer than computing what it lacks takes."""
-        until = self._queued.setdefault(request.request_id, self._clock() + self._rate.seconds_for(missing))
-        if self._clock() < until:
-            return True
-        self._asked.add(request.request_id)
-        return False
-
-    def _forget_key(self, begun: "_Asking | _Pulling") -> None:
-        if self._begun.get(begun.key) is begun:
-            del self._begun[begun.key]
 
     def _peers_for(self, request: "Request") -> list[Address]:
         """Return the peers to ask for a request: the one that it names alone, if any.
@@ -331,15 +321,13 @@ class PeerPrefixes(SchedulerRole):
         asking.hash_tokens[peer] = hash_tokens
         asking.asked[peer] = self._client.request(peer.host, peer.port, find, _MESSAGE_S)
 
-    def _must_wait_for_answers(self, asking: _Asking) -> bool:
-        """Return whether answers are still to come; if not, go on with the best of them."""
+    def _take_answers(self, asking: _Asking) -> bool:
+        """Go on with the best of the answers, which are all there or late; return whether the request is to wait."""
         is_late = self._clock() >= asking.give_up_at
-        if not is_late and not all(answer.done() for answer in asking.asked.values()):
-            return True
         if not is_late and self._asks_again(asking):
             return True
         del self._asking[asking.request.request_id]
-        self._forget_key(asking)
+        self._queue.end(asking)
         offers = self._offers(asking)
         best = max(offers, key=lambda offer: offer.remote_num_tokens, default=None)
         for offer in offers:
@@ -459,7 +447,8 @@ class PeerPrefixes(SchedulerRole):
             request, remote, asking.first, end, asking.key, give_up_at, self._clock() + remote.lease_ttl_s / 3, blocks,
             before, RankEnds(0),
         )  # fmt: skip
-        self._pulling[pull_id] = self._waiting[request.request_id] = self._begun[asking.key] = pulling
+        self._pulling[pull_id] = self._waiting[request.request_id] = pulling
+        self._queue.begin(pulling)
         return True
 
     def _renew(self, pulling: _Pulling) -> None:

@@ -3,13 +3,20 @@
 Plain books: no threads, no sockets, no blocks.
 """
 
-from pd_connector.params import PromptIdentity
+from pd_connector.params import ParamsError, PromptIdentity, RemotePrefill, RemoteTransfer
 
 #: How many spent ones are remembered: more than there are requests on the way to this engine.
 _MAX_SPENT = 8192
 
 #: ("lease", its id), or ("transfer", host, port, its name).
 Key = tuple[str, ...]
+
+
+def key_of(asked: RemotePrefill | RemoteTransfer) -> Key:
+    """Return what is used of what a decode leg asks for."""
+    if isinstance(asked, RemotePrefill):
+        return ("lease", asked.lease_id)
+    return ("transfer", asked.remote_host, str(asked.remote_port), asked.transfer_id)
 
 
 class SingleUse:
@@ -28,9 +35,20 @@ class SingleUse:
         """Return whether a request uses it."""
         return key in self._in_use
 
-    def prompt(self, key: Key) -> PromptIdentity | None:
-        """Return of which prompt it is, or was; None if that is not known."""
-        return self._in_use.get(key) or self._spent.get(key)
+    def check_prompt(self, asked: RemotePrefill | RemoteTransfer, prompt: PromptIdentity | None) -> None:
+        """Check that a transfer's name is, or was, of the ``prompt`` that it is given with, as far as both are known.
+
+        Raises:
+            ParamsError: it is of another one.
+        """
+        key = key_of(asked)
+        of = self._in_use.get(key) or self._spent.get(key)
+        if isinstance(asked, RemoteTransfer) and prompt is not None and of is not None and prompt != of:
+            raise ParamsError(
+                f"{asked.label} is that of another request, whose prompt has {of.tokens} tokens (digest "
+                f"{of.digest or 'unknown'}), and this one has {prompt.tokens} ({prompt.digest or 'unknown'}): each "
+                "request needs a transfer_id of its own"
+            )
 
     def take(self, request_id: str, key: Key, prompt: PromptIdentity | None) -> None:
         """Let a request use what nobody has used."""

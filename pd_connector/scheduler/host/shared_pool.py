@@ -32,6 +32,7 @@ from pd_connector.params import is_decode_leg
 from pd_connector.scheduler.compute_rate import ComputeRate
 from pd_connector.scheduler.host.loans import HostLoans
 from pd_connector.scheduler.host.pool_lookups import longest_prefix
+from pd_connector.scheduler.prefix_queue import PrefixQueue
 from pd_connector.scheduler.scheduler_role import SchedulerRole, ended
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.block_events import group_and_hash
@@ -140,10 +141,7 @@ class SharedPool(SchedulerRole):
         self._asking: dict[str, _Asking] = {}  # by request
         self._fetches: dict[int, _Fetch] = {}
         self._waiting: dict[str, _Fetch] = {}  # for one of them, by request
-        self._begun: dict[BlockHashWithGroupId, _Asking | _Fetch] = {}  # by the first block that is missing
-        self._queued: dict[str, float] = {}  # until when a request waits for others, by request
-        self._behind: dict[str, _Asking | _Fetch] = {}  # what another request has begun, by who waits for it
-        self._asked: set[str] = set()  # requests that are not looked up again
+        self._queue: PrefixQueue[_Asking | _Fetch] = PrefixQueue(_MAX_UNDER_WAY, rate, clock)
         self._to_put: list[BlockHashWithGroupId] = []
         self._once_more: set[BlockHashWithGroupId] = set()  # those of them that were not kept before
         self._puts: dict[int, _Put] = {}
@@ -161,20 +159,26 @@ class SharedPool(SchedulerRole):
 
         ``computed_tokens``: those that the device holds already.
         """
+        if self.is_waiting(request):
+            return True
         request_id = request.request_id
         if (asking := self._asking.get(request_id)) is not None:
-            return self._must_wait_for_answer(asking)
-        if (fetch := self._waiting.get(request_id)) is not None:
-            if self._clock() < fetch.give_up_at:
-                return True
-            del self._waiting[request_id]
+            return self._take_answer(asking)
+        if (fetch := self._waiting.pop(request_id, None)) is not None:
             fetch.is_late = True
             self.counts["pool_prompts", "late"] += 1
-        if self._is_behind(request_id):
-            return True
-        if request_id in self._asked or self._clock() < self._closed_until:
+        if request_id in self._queue.asked or self._clock() < self._closed_until:
             return False
         return self._begin(request, computed_tokens)
+
+    def is_waiting(self, request: "Request") -> bool:
+        """Return whether an answer or a fetch is still to come, for a request or those before it, and in time."""
+        request_id = request.request_id
+        if (asking := self._asking.get(request_id)) is not None:
+            return self._clock() < asking.give_up_at and not asking.answer.done()
+        if (fetch := self._waiting.get(request_id)) is not None:
+            return self._clock() < fetch.give_up_at
+        return self._queue.is_waiting(request_id)
 
     def step_orders(self, scheduled: Mapping[str, int]) -> Orders:
         """Return the fetches since the last step, and a put if few are under way."""
@@ -193,12 +197,10 @@ class SharedPool(SchedulerRole):
 
     def finish(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> None:
         """Forget a request. A fetch for it goes on: others may find the prefix."""
-        self._asked.discard(request.request_id)
+        self._queue.forget(request.request_id)
         self._waiting.pop(request.request_id, None)
-        self._behind.pop(request.request_id, None)
-        self._queued.pop(request.request_id, None)
         if (asking := self._asking.pop(request.request_id, None)) is not None:
-            self._forget_key(asking)
+            self._queue.end(asking)
 
     @property
     def wants_step(self) -> bool:
@@ -215,7 +217,7 @@ class SharedPool(SchedulerRole):
         for fetch in self._fetches.values():
             fetch.is_wanted = False
         for asking in self._asking.values():
-            self._forget_key(asking)
+            self._queue.end(asking)
         self._asking.clear()
         self._to_put.clear()
         self.counts["pool_blocks", "refused"] += len(self._once_more)
@@ -240,10 +242,8 @@ class SharedPool(SchedulerRole):
             put.hosts for put in self._puts.values()
         ]
         assert self._loans.are_lent(held), "blocks are fetched to, or put from, slots that are not lent"
-        assert self._asking.keys() <= self._asked, "a request is being looked up that may be looked up again"
-        under_way = {id(each) for each in (*self._asking.values(), *self._fetches.values())}
-        assert {id(each) for each in self._begun.values()} <= under_way, "what has ended is waited for"
-        assert {id(each) for each in self._waiting.values()} <= under_way, "the same, by its request"
+        assert {*map(id, self._waiting.values())} <= {*map(id, self._fetches.values())}, "what has ended is waited for"
+        self._queue.check_integrity(self._asking, (*self._asking.values(), *self._fetches.values()))
         assert len(self._puts) <= _MAX_PUTS, "more is put at a time than is allowed"
         assert self._once_more <= set(self._to_put), "a block is to be put once more that does not wait"
 
@@ -256,18 +256,14 @@ class SharedPool(SchedulerRole):
         worth_it = self._rate.least_tokens
         if missing < worth_it or is_decode_leg(request.kv_transfer_params) or computes_whole_prompt(request):
             return False
-        # Not those that are late: vLLM may leave them aside for long, because of admission for example.
-        under_way: list[_Asking | _Fetch] = [*self._asking.values(), *self._waiting.values()]
-        if sum(now < each.give_up_at for each in under_way) >= _MAX_UNDER_WAY:
-            return self._waits_for_others(request_id, missing)
+        if self._queue.is_full:
+            return self._waits_behind(request_id, missing)
         hit = self._host.find(request, computed_tokens)
         held = computed_tokens + (hit.tokens if hit is not None else 0)
         first = self._first_missing(request, held)
-        if first is not None and (same := self._begun.get(first)) is not None and now < same.give_up_at:
-            if is_waiting := self._waits_for_others(request_id, missing):
-                self._behind[request_id] = same
-            return is_waiting
-        self._asked.add(request_id)
+        if first is not None and (same := self._queue.get(first, request_id)) is not None:
+            return self._waits_behind(request_id, missing, same)
+        self._queue.asked.add(request_id)
         ends = range((request.num_prompt_tokens - 1) // self._unit * self._unit, held + worth_it - 1, -self._unit)
         if first is None or not ends:
             return False
@@ -280,31 +276,15 @@ class SharedPool(SchedulerRole):
             now + self._rate.seconds_for(request.num_prompt_tokens - 1 - held),
             self._lookups.submit(look, _LOOKUP_S),
         )  # fmt: skip
-        self._asking[request_id] = self._begun[first] = asking
+        self._asking[request_id] = asking
+        self._queue.begin(asking)
         self.counts["pool_prompts", "asked"] += 1
         return True
 
-    def _waits_for_others(self, request_id: str, missing: int) -> bool:
-        """Return whether a request goes on waiting for others: for no longer than computing what it lacks takes."""
-        if self._clock() < self._queued.setdefault(request_id, self._clock() + self._rate.seconds_for(missing)):
-            return True
-        return self._give_up(request_id)
-
-    def _give_up(self, request_id: str) -> bool:
-        """Let a request wait no longer for others, which was not looked up."""
-        self._asked.add(request_id)
-        self.counts["pool_prompts", "late"] += 1
-        return False
-
-    def _is_behind(self, request_id: str) -> bool:
-        """Return whether a request waits for what another one has begun. Once that takes too long, it is computed."""
-        same = self._behind.pop(request_id, None)
-        if same is None or self._begun.get(same.key) is not same:
-            return False
-        if self._clock() >= min(same.give_up_at, self._queued[request_id]):
-            return self._give_up(request_id)
-        self._behind[request_id] = same
-        return True
+    def _waits_behind(self, request_id: str, missing: int, behind: _Asking | _Fetch | None = None) -> bool:
+        is_waiting = self._queue.wait(request_id, missing, behind)
+        self.counts["pool_prompts", "late"] += not is_waiting
+        return is_waiting
 
     def _first_missing(self, request: "Request", tokens: int) -> "BlockHashWithGroupId | None":
         """Return the key of the block behind so many tokens, in the first cache group that has one."""
@@ -318,13 +298,11 @@ class SharedPool(SchedulerRole):
             self._namespace = f"pd/{hashlib.blake2b(named, digest_size=16).hexdigest()}"
         return self._namespace
 
-    def _must_wait_for_answer(self, asking: _Asking) -> bool:
-        """Return whether an answer is still to come, or a fetch; if not, the prompt is computed."""
+    def _take_answer(self, asking: _Asking) -> bool:
+        """Go on with the answer, which is there or late; return whether the request is to wait for a fetch."""
         now, is_done = self._clock(), asking.answer.done()
-        if not is_done and now < asking.give_up_at:
-            return True
         del self._asking[asking.request.request_id]
-        self._forget_key(asking)
+        self._queue.end(asking)
         if not is_done:
             self.counts["pool_prompts", "late"] += 1
             if now - asking.began_at >= _SLOW_S:
@@ -346,10 +324,6 @@ class SharedPool(SchedulerRole):
         """Note that the pool has lost blocks: they may be put again."""
         for key in keys if self._known else ():
             self._known.pop(key, None)
-
-    def _forget_key(self, begun: "_Asking | _Fetch") -> None:
-        if self._begun.get(begun.key) is begun:
-            del self._begun[begun.key]
 
     def _close_for_a_while(self) -> None:
         self._closed_until, self._has_failed = self._clock() + RETRY_S, True
@@ -381,7 +355,8 @@ class SharedPool(SchedulerRole):
         )  # fmt: skip
         order = self._order(keys, hosts, takes_s + _GRACE_S)
         self._orders += Orders(fetches=(order,))
-        self._fetches[order.pool_id] = self._waiting[request.request_id] = self._begun[asking.key] = fetch
+        self._fetches[order.pool_id] = self._waiting[request.request_id] = fetch
+        self._queue.begin(fetch)
         return True
 
     def _order(self, keys: Sequence["BlockHashWithGroupId"], hosts: HeldBlocks, timeout_s: float) -> PoolOrder:
@@ -395,7 +370,7 @@ class SharedPool(SchedulerRole):
     def _end_fetch(self, fetch: _Fetch) -> None:
         """Let what has come on every rank be found, and give the slots back."""
         self._waiting.pop(fetch.request.request_id, None)
-        self._forget_key(fetch)
+        self._queue.end(fetch)
         if fetch.ends.failed:
             self._close_for_a_while()
         last = len(fetch.entries) - 1

@@ -286,6 +286,6 @@ def test_a_request_of_which_nothing_was_looked_up_waits_once(world: World) -> No
     _, decode = a_pair(world)
     decode.ask(ClientRequest("r", [1] * 100, 5))
     (request,) = decode.scheduler.requests.values()
-    decode.role_of(Consumer).look_ups._passed_over = request.request_id
+    decode.side._passed_over._request_id = request.request_id
     assert [decode.side.missing_tokens(request, 0) for _ in range(2)] == [None, 0]
     world.run(within_s=20)

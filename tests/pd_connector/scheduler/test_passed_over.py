@@ -1,0 +1,205 @@
+"""vLLM looks nothing up for requests that wait for peers or the pool, and they go on when there is news, or none comes.
+
+Covers: pd_connector.scheduler.prefix_queue.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import MagicMock, patch
+
+import pytest
+
+from pd_connector.scheduler.decode.peer_prefixes import PeerPrefixes
+from pd_connector.scheduler.host.shared_pool import SharedPool
+from tests.support.simulation.prefix_engines import BLOCK, FIRST, TURN, a_holder, asker, compute, hold
+from tests.support.simulation.vllm_schedulers import ClientRequest, EngineSim, World
+
+#: What an engine computes of a prompt of a token more than is held elsewhere.
+REST = TURN + 1 - TURN // BLOCK * BLOCK
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World()
+    yield world
+    world.close()
+
+
+class Peer:
+    """Requests wait for another engine."""
+
+    most = 16
+    role = PeerPrefixes
+
+    def __init__(self, world: World, **settings: Any) -> None:
+        self.world = world
+        self.holder = a_holder(world)
+        hold(world, self.holder, FIRST)
+        self.waits = asker(world, self.holder, blocks=400, **settings)
+
+    def hang(self, *, hangs: bool = True) -> None:
+        self.holder.is_cut = hangs
+
+    @property
+    def is_bringing(self) -> bool:
+        return bool(self.waits.worker.prefixes)
+
+
+class Pool:
+    """Requests wait for the pool."""
+
+    most = 4
+    role = SharedPool
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        writer, self.waits = (
+            EngineSim(world, "kv_producer", 400, slots=400, pooled=True, host_transfers="off") for _ in range(2)
+        )
+        compute(world, writer, FIRST)
+        for _ in range(40):
+            world.step()
+        assert world.pool.objects
+
+    def hang(self, *, hangs: bool = True) -> None:
+        self.world.pool.is_stuck = hangs
+
+    @property
+    def is_bringing(self) -> bool:
+        return bool(self.waits.role_of(SharedPool)._fetches)
+
+
+Elsewhere = Peer | Pool
+both = pytest.mark.parametrize("of", [Peer, Pool])
+
+
+def look_ups(engine: EngineSim) -> MagicMock:
+    """What vLLM's own scheduler looks up from now on."""
+    coordinator = engine.scheduler.kv_cache_manager.coordinator
+    found = coordinator.find_longest_cache_hit
+    watched: MagicMock = patch.object(coordinator, "find_longest_cache_hit", side_effect=found).start()
+    return watched
+
+
+def ask(elsewhere: Elsewhere, prompts: dict[str, list[int]]) -> list[ClientRequest]:
+    """Requests come, and what they wait for hangs. Computing them would take some seconds."""
+    elsewhere.hang()
+    elsewhere.waits.side._rate._per_second = 100.0
+    asked = [ClientRequest(name, tokens, 1) for name, tokens in prompts.items()]
+    for request in asked:
+        elsewhere.waits.ask(request)
+    elsewhere.world.step()
+    return asked
+
+
+def others(number: int) -> dict[str, list[int]]:
+    """Prompts that have nothing in common, and nobody holds."""
+    return {f"other{each}": [*range(1000 * each, 1000 * each + TURN)] for each in range(1, number + 1)}
+
+
+@both
+def test_nothing_is_looked_up_for_those_that_are_asked_for_or_wait_behind_them(
+    world: World, of: type[Elsewhere]
+) -> None:
+    elsewhere = of(world)
+    asked = ask(elsewhere, {"first": [*FIRST, 1], "same": [*FIRST, 2], **others(elsewhere.most + 2)})
+    looked_up = look_ups(elsewhere.waits)
+    for _ in range(10):
+        world.step()
+    assert looked_up.call_count == 0
+    assert not any(request.ended for request in asked)
+    world.run(20.0)
+    assert [request.ended for request in asked] == ["finished"] * len(asked)
+
+
+@both
+def test_an_answer_is_taken_in_the_next_step_and_nothing_is_looked_up_until_it_has_come(
+    world: World, of: type[Elsewhere]
+) -> None:
+    elsewhere = of(world)
+    ask(elsewhere, {"first": [*FIRST, 1], "same": [*FIRST, 2]})
+    elsewhere.hang(hangs=False)
+    while not elsewhere.is_bringing:
+        world.step(0.01)
+    looked_up = look_ups(elsewhere.waits)
+    elsewhere.waits.step()
+    before = looked_up.call_count
+    elsewhere.waits.step()
+    assert looked_up.call_count == before
+    world.run(20.0)
+    computed = elsewhere.waits.computed_of
+    assert [computed["first-d"], computed["same-d"]] == [REST, REST]
+
+
+@both
+def test_those_that_wait_are_computed_once_that_would_have_been_faster(world: World, of: type[Elsewhere]) -> None:
+    elsewhere = of(world)
+    began = world.clock.now
+    asked = ask(elsewhere, {"first": FIRST, "same": FIRST, **others(elsewhere.most + 2)})
+    world.run(20.0, 0.01)
+    assert [request.ended for request in asked] == ["finished"] * len(asked)
+    assert 1.9 < world.clock.now - began < 2.5, "200 tokens take 2 s"
+
+
+@both
+@pytest.mark.parametrize("leaves_while", ["asked for", "brought"])
+def test_who_waits_behind_a_request_that_leaves_goes_on(world: World, of: type[Elsewhere], leaves_while: str) -> None:
+    elsewhere = of(world)
+    _, same, _ = ask(elsewhere, {"first": [*FIRST, 1], "same": [*FIRST, 2], "third": [*FIRST, 3]})
+    if leaves_while == "brought":
+        elsewhere.hang(hangs=False)
+        while not elsewhere.is_bringing:
+            world.step(0.01)
+    elsewhere.waits.abort("first-d")
+    elsewhere.hang(hangs=False)
+    world.run(2.0)
+    assert same.ended == "finished"
+    assert [elsewhere.waits.computed_of[f"{name}-d"] for name in ("same", "third")] == [REST, REST]
+
+
+@both
+def test_who_waits_behind_as_many_as_may_goes_on_when_one_of_them_leaves(world: World, of: type[Elsewhere]) -> None:
+    elsewhere = of(world)
+    ask(elsewhere, others(elsewhere.most + 1))
+    queued = f"other{elsewhere.most + 1}-d"
+    role = elsewhere.waits.role_of(of.role)
+    assert queued not in role._asking
+    elsewhere.waits.abort("other1-d")
+    world.step()
+    assert queued in role._asking
+    world.run(20.0)
+
+
+@both
+def test_a_reset_keeps_nobody_waiting(world: World, of: type[Elsewhere]) -> None:
+    elsewhere = of(world)
+    asked = ask(elsewhere, {"first": [*FIRST, 1], "same": [*FIRST, 2]})
+    elsewhere.waits.scheduler.reset_prefix_cache(reset_connector=True)
+    world.run(3.0)
+    assert [request.ended for request in asked] == ["finished"] * 2
+
+
+@pytest.mark.parametrize("pull_s", [0.1, 8.0], ids=["in time", "late"])
+def test_a_pull_that_ends_or_is_late_ends_the_wait(world: World, pull_s: float) -> None:
+    peer = Peer(world, pull_s=pull_s)
+    asked = ask(peer, {"first": [*FIRST, 1], "same": [*FIRST, 2]})
+    peer.hang(hangs=False)
+    world.run(3.0)
+    assert [request.ended for request in asked] == ["finished"] * 2
+    assert (peer.waits.counts["prefixes: pulled"], peer.waits.counts["prefixes: late"]) == (
+        (1, 0) if pull_s < 1 else (0, 1)
+    )
+
+
+def test_beside_other_connectors_those_that_wait_are_looked_up(world: World) -> None:
+    """They are asked about the request as well, and would look for what the device has."""
+
+    class MultiConnector:
+        def start(self) -> Peer:
+            return Peer(world)
+
+    peer = MultiConnector().start()
+    ask(peer, {"first": [*FIRST, 1]})
+    looked_up = look_ups(peer.waits)
+    world.step()
+    assert looked_up.call_count == 1
