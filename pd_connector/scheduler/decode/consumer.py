@@ -43,11 +43,13 @@ from pd_connector.params import (
 from pd_connector.progress import Progress
 from pd_connector.scheduler.decode.border_states import BorderStates
 from pd_connector.scheduler.decode.canaries import Canaries, Standing
+from pd_connector.scheduler.decode.computed_prompts import ComputedPrompts
 from pd_connector.scheduler.decode.legs import (
     Announced,
     Computed,
     Entry,
     Follower,
+    Landed,
     Landing,
     Legs,
     Proving,
@@ -75,14 +77,11 @@ from pd_connector.vllm.requests import (
     is_placeholder,
     traceparent,
 )
-from transfer.control.limits import ThrottledWarnings
 
 if TYPE_CHECKING:
     from pd_connector.vllm.types import KVCacheBlocks, Request
 
 logger = logging.getLogger(__name__)
-
-_WARNING_INTERVAL_S = 60.0
 
 
 class Consumer(SchedulerRole):
@@ -104,7 +103,6 @@ class Consumer(SchedulerRole):
         """
         self._borders = borders or BorderStates(DeviceBlocks(), ())
         self._prompts = prompts or Prompts()
-        self._retentions = retentions
         self._needed = NeededBlocks(retentions, layers)
         self._canaries = canaries or Canaries(DeviceBlocks(), (), tries=False)
         self._renewals = renewals
@@ -115,7 +113,7 @@ class Consumer(SchedulerRole):
         self._used = SingleUse()  # by the legs that are announced, wait, pull or prove, except followers
         self._pulls: list[PullOrder] = []
         self._refusals: list[RefuseOrder] = []
-        self._warnings = ThrottledWarnings(logger, _WARNING_INTERVAL_S)
+        self._computed = ComputedPrompts(self._needed, retentions, self._is_untried)
 
     def set_workers(self, handshakes: Sequence[WorkerHandshake]) -> None:
         """Learn the layers of all pipeline stages."""
@@ -168,11 +166,11 @@ class Consumer(SchedulerRole):
         The last prompt token is always computed here, because its output is the first token to sample.
         """
         leg = self._legs.get(request.request_id)
-        if not isinstance(leg, Announced | Waiting):
+        if not isinstance(leg, Announced | Landed | Waiting):
             return 0
         leg.computed_tokens = computed_tokens
         match leg:
-            case Waiting(Follower()):
+            case Landed() | Waiting(Follower()):
                 return 0
             case Waiting(RemotePrefill() as remote) if self._is_useless(request, remote, computed_tokens):
                 return 0
@@ -182,16 +180,20 @@ class Consumer(SchedulerRole):
     def allocated(self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int) -> int:
         """Order the pull of ``external_tokens`` tokens into the request's blocks, or cancel the lease if it is 0."""
         leg = self._legs.get(request.request_id)
-        if isinstance(leg, Computed):
-            self.counts["prompts_computed", leg.cause] += 1
-            self._legs.drop(request.request_id)
+        match leg:
+            case Computed():
+                self._count_computed(leg.cause)
+                self._legs.drop(request.request_id)
+            case Landed():
+                self._count_computed(self._computed.cause(request, leg, leg.computed_tokens))
+                self._legs.drop(request.request_id)
         if not isinstance(leg, Announced | Waiting):
             return 0
         first = leg.computed_tokens
         if external_tokens:
             self._start_pull(request, leg, block_ids_by_group(blocks), range(first, first + external_tokens))
         elif not self._is_canary(request, leg):
-            self._compute_here(request, first)
+            self._count_computed(self._computed.cause(request, self._give_up(request.request_id), first))
         return external_tokens
 
     def step_orders(self, scheduled: Mapping[str, int]) -> Orders:
@@ -225,12 +227,16 @@ class Consumer(SchedulerRole):
         )  # fmt: skip
 
     def end_landing(self, request_id: str, *, failed: bool) -> None:
-        """Forget a pull to host memory that all ranks have ended. The request of one that has failed is refused."""
+        """Note that all ranks have ended a pull to host memory. The request of one that has failed is refused."""
         landing = self._legs.get(request_id)
         assert isinstance(landing, Landing), "a pull that is not under way has ended"
         self._let_go(request_id)
-        if failed and not landing.has_left:
+        if landing.has_left:
+            return
+        if failed:
             self._refuse(request_id, Refused(Cause.LANDING, "it could not be brought to host memory"))
+        else:
+            self._legs.put(request_id, Landed())
 
     @property
     def landing(self) -> set[str]:
@@ -266,7 +272,7 @@ class Consumer(SchedulerRole):
         match self._legs.get(request_id):
             case Announced() | Waiting():
                 self._give_up(request_id)
-            case Computed():
+            case Computed() | Landed():
                 self._legs.drop(request_id)
             case Landing() as landing:
                 landing.has_left = True
@@ -439,38 +445,9 @@ class Consumer(SchedulerRole):
         )  # fmt: skip
         self._pulls.append(order)
 
-    def _compute_here(self, request: "Request", computed_tokens: int) -> None:
-        """Let go of what a request does not pull after all; count its prompt if more than its last token is missing."""
-        request_id = request.request_id
-        entry = self._give_up(request_id)
-        missing = request.num_prompt_tokens - 1 - computed_tokens
-        if isinstance(entry, Follower):  # the last block, which is not full, is in nobody's prefix cache
-            missing -= max((kept.block_tokens for kept in self._retentions if not kept.states), default=1) - 1
-        if missing <= 0:
-            return
-        self.counts["prompts_computed", self._why_computed(request, entry, computed_tokens)] += 1
-
-    def _why_computed(self, request: "Request", entry: "Entry | Announced", computed_tokens: int) -> str:
-        match entry:
-            case Refused():
-                return entry.cause
-            case Follower():
-                return ComputedHere.SHARED
-            case RemotePrefill() if lack := self._needed.lacking(entry, computed_tokens):
-                text = f"PDConnector: request {request.request_id} is computed here: {lack.reason}"
-                if lack.is_by_setting:
-                    self._warnings.warn("setting", text)
-                else:
-                    logger.info("%s", text)
-                return ComputedHere.WINDOW
-            case RemotePrefill() if self._is_untried(request, entry):
-                self._warnings.warn(
-                    "unproven",
-                    f"PDConnector: request {request.request_id} is computed here: its prefill engine is not proven "
-                    "yet, and the prompt has no whole block that could do it, or there is no room for one",
-                )
-                return ComputedHere.UNPROVEN
-        return ComputedHere.DECLINED
+    def _count_computed(self, cause: str) -> None:
+        if cause:
+            self.counts["prompts_computed", cause] += 1
 
     def _give_up(self, request_id: str) -> "Entry | Announced":
         """Forget what a request has not started to pull, and tell the prefill engine; return what it was."""

@@ -74,6 +74,13 @@ class Landing:
     has_left: bool = False  # nobody waits for it any longer
 
 
+@dataclass(slots=True)
+class Landed:
+    """A decode leg whose pull to host memory has ended: its request takes what it finds there."""
+
+    computed_tokens: int = 0  # held here, host memory included, when vLLM last asked
+
+
 @dataclass(frozen=True, slots=True)
 class Proving:
     """A decode leg that is computed here, and pulled to prove its prefill engine: nobody waits for it."""
@@ -88,7 +95,7 @@ class Computed:
     cause: str
 
 
-Leg = Announced | Waiting | Pulling | Landing | Proving | Computed
+Leg = Announced | Waiting | Pulling | Landing | Landed | Proving | Computed
 
 
 def lease(leg: Leg) -> RemotePrefill | None:

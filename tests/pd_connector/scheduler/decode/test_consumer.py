@@ -1,6 +1,7 @@
 """The decode engine's scheduler half, state by state: what is pulled, which leases are kept alive, which let go of.
 
-Covers: pd_connector.scheduler.decode.legs, pd_connector.scheduler.decode.single_use.
+Covers: pd_connector.scheduler.decode.legs, pd_connector.scheduler.decode.single_use,
+pd_connector.scheduler.decode.computed_prompts.
 """
 
 import logging

@@ -336,3 +336,23 @@ def test_a_reset_makes_what_lands_useless_and_the_prompt_is_computed() -> None:
     assert engine.ask("r") == (0, 0)
     assert engine.pool.references() == {}
     engine.check()
+    engine.give_blocks("r", 0, 0)
+    assert engine.counted()["prompts_computed:landing"] == 1
+
+
+@pytest.mark.parametrize(("lost", "computed"), [(False, 0), (True, 0), (True, 32)], ids=["stays", "lost", "on device"])
+def test_a_prompt_that_has_landed_counts_as_computed_if_host_memory_loses_it(lost: bool, computed: int) -> None:
+    """Not if the device has come to hold its full blocks: the last one is in nobody's prefix cache."""
+    engine = LandingEngine()
+    engine.arrive("r")
+    assert engine.ask("r") is None
+    engine.end_landing("r")
+    assert engine.ask("r") == (40, 0)
+    if lost:
+        engine.tier.reset()
+    found = engine.ask("r", computed)
+    assert found == ((0, 0) if lost else (40, 0))
+    engine.give_blocks("r", *found, computed)
+    assert engine.counted().get("prompts_computed:landing", 0) == int(lost and not computed)
+    engine.leave("r")
+    engine.check()
