@@ -1,6 +1,7 @@
 """The scheduler side of the connector: passes the calls of vLLM's scheduler to the engine's roles."""
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from pd_connector.scheduler.decode.canaries import Canaries
 from pd_connector.scheduler.decode.consumer import Consumer
 from pd_connector.scheduler.decode.landings import Landings
 from pd_connector.scheduler.decode.look_ups import keys_suffice
-from pd_connector.scheduler.decode.peer_prefixes import PeerPrefixes
+from pd_connector.scheduler.decode.peer_prefixes import MESSAGE_S, PeerPrefixes
 from pd_connector.scheduler.decode.pulls_ahead import PullsAhead
 from pd_connector.scheduler.decode.renewals import Renewals
 from pd_connector.scheduler.decode.subscriptions import FollowLimits, Subscriptions
@@ -478,6 +479,8 @@ class ConnectorScheduler:
         if self._unshared:
             return None
         client = ControlClient(keys=keys, allowed=AllowedPeers(self._config.allowed_peers))
+        renewals = Renewals(client, MESSAGE_S, math.inf, self._clock)  # what is pulled waits for no blocks
+        renewals.start()
         peers = [parse_address(peer) for peer in self._config.peers or () if peer != READERS]
 
         def held_in_host(request: "Request", computed_tokens: int) -> int:
@@ -485,8 +488,8 @@ class ConnectorScheduler:
             return next((hit.tokens for hit in hits if hit is not None), 0)
 
         return PeerPrefixes(
-            peers, client, self._blocks, self._retentions, self._hashes, self._canaries, self._rate, held_in_host,
-            self._clock, self._readers,
+            peers, client, renewals, self._blocks, self._retentions, self._hashes, self._canaries, self._rate,
+            held_in_host, self._clock, self._readers,
         )  # fmt: skip
 
     def _leave_last_token(self, request: "Request") -> None:

@@ -31,6 +31,7 @@ from pd_connector.scheduler.compute_rate import ComputeRate
 from pd_connector.scheduler.decode.canaries import Canaries, Standing
 from pd_connector.scheduler.decode.needed_blocks import NeededBlocks
 from pd_connector.scheduler.decode.prefix_offers import offered_prefix
+from pd_connector.scheduler.decode.renewals import Renewals
 from pd_connector.scheduler.prefix_queue import PrefixQueue
 from pd_connector.scheduler.readers import Readers
 from pd_connector.scheduler.scheduler_role import SchedulerRole, ended
@@ -40,7 +41,7 @@ from pd_connector.vllm.device_blocks import DeviceBlocks, HeldBlocks
 from pd_connector.vllm.requests import computes_whole_prompt
 from transfer.control.client import ControlClient
 from transfer.control.limits import MAX_HASHES, LastFew, ThrottledWarnings
-from transfer.control.messages import Cancel, Find, Found, Renew
+from transfer.control.messages import Cancel, Find, Found
 from transfer.errors import TransferError
 from transfer.peers import Address
 
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MESSAGE_S = 2.0
+MESSAGE_S = 2.0
 #: Requests that are asked for, or wait for a pull, at a time; others wait until one of them goes on.
 _MAX_UNDER_WAY = 16
 #: For which a peer is not asked after it has not answered.
@@ -79,13 +80,13 @@ class _Asking:
 class _Pulling:
     """A prefix on its way. Its request may have left, or not wait any longer."""
 
+    pull_id: str
     request: "Request"
     remote: RemotePrefill
     first: int
     end: int
     key: bytes
     give_up_at: float
-    renew_at: float
     blocks: "Mapping[int, tuple[int, HeldBlocks]]"  # by cache group: the first entry of the table, and what is there
     before: HeldBlocks  # that hold what it extends
     ends: RankEnds
@@ -104,6 +105,7 @@ class PeerPrefixes(SchedulerRole):
         self,
         peers: Sequence[Address],
         client: ControlClient,
+        renewals: Renewals,
         blocks: DeviceBlocks,
         groups: Sequence[Retention],
         hashes: BlockHashes,
@@ -117,7 +119,8 @@ class PeerPrefixes(SchedulerRole):
 
         Args:
             peers: asked for every prompt.
-            client: sends the messages; closed with this.
+            client: sends the messages.
+            renewals: keep the leases of what is pulled alive, and of nothing else; closed with this, as is the client.
             blocks: of the device.
             groups: what vLLM keeps of a request in every cache group.
             hashes: name the blocks.
@@ -130,6 +133,7 @@ class PeerPrefixes(SchedulerRole):
         self._readers = readers
         self._peers = tuple(peers)
         self._client = client
+        self._renewals = renewals
         self._blocks = blocks
         self._groups = groups
         self._hashes = hashes
@@ -192,13 +196,11 @@ class PeerPrefixes(SchedulerRole):
             request, remote, computed, is_same_prompt=True, is_decode_leg=False
         )
         if not is_canary:
-            self._cancel(remote)
+            self._renewals.cancel(remote)
         return 0
 
     def step_orders(self, scheduled: Mapping[str, int]) -> Orders:
-        """Return the pulls since the last step; keep the leases of those under way."""
-        for pulling in self._pulling.values():
-            self._renew(pulling)
+        """Return the pulls since the last step."""
         orders, self._orders = tuple(self._orders), []
         return Orders(prefixes=orders)
 
@@ -219,7 +221,7 @@ class PeerPrefixes(SchedulerRole):
             self._queue.end(asking)
             self._abandon(asking)
         if (untried := self._to_prove.pop(request_id, None)) is not None:
-            self._cancel(untried[0])
+            self._renewals.cancel(untried[0])
 
     @property
     def wants_step(self) -> bool:
@@ -234,7 +236,7 @@ class PeerPrefixes(SchedulerRole):
 
     def close(self) -> None:
         """Stop asking. Leases of peers expire."""
-        self._client.close()
+        self._renewals.close()
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books balance."""
@@ -242,6 +244,8 @@ class PeerPrefixes(SchedulerRole):
         taken = [block.block_id for pulling in self._pulling.values() for block in _blocks_of(pulling)]
         assert len(set(taken)) == len(taken), "two prefixes are pulled to one block"
         assert {*map(id, self._waiting.values())} <= {*map(id, self._pulling.values())}, "what has ended is waited for"
+        assert self._renewals.request_ids == self._pulling.keys(), "other leases are renewed than those of pulls"
+        self._renewals.check_integrity()
         self._queue.check_integrity(self._asking, (*self._asking.values(), *self._pulling.values()))
 
     # Asking
@@ -319,7 +323,7 @@ class PeerPrefixes(SchedulerRole):
             hashes = asking.hashes[hash_tokens] = tuple(map(bytes, made[:most]))
         find = Find("", uuid.uuid4().hex, self._hashes.hashing, hash_tokens, hashes, asking.least, self._unit)
         asking.hash_tokens[peer] = hash_tokens
-        asking.asked[peer] = self._client.request(peer.host, peer.port, find, _MESSAGE_S)
+        asking.asked[peer] = self._client.request(peer.host, peer.port, find, MESSAGE_S)
 
     def _take_answers(self, asking: _Asking) -> bool:
         """Go on with the best of the answers, which are all there or late; return whether the request is to wait."""
@@ -332,11 +336,11 @@ class PeerPrefixes(SchedulerRole):
         best = max(offers, key=lambda offer: offer.remote_num_tokens, default=None)
         for offer in offers:
             if offer is not best:
-                self._cancel(offer)
+                self._renewals.cancel(offer)
         if is_late or best is None or best.remote_num_tokens <= asking.least:
             self.counts["prefixes", "late" if is_late else "nothing"] += 1
             if best is not None:
-                self._cancel(best)
+                self._renewals.cancel(best)
             return False
         return self._use(asking, best)
 
@@ -373,7 +377,7 @@ class PeerPrefixes(SchedulerRole):
                 if self._needed.lacking(offer, asking.first) is None:
                     offers.append(offer)
                 else:  # a window here reaches back further, as blocks here are larger
-                    self._cancel(offer)
+                    self._renewals.cancel(offer)
             except TransferError as error:
                 self._leave_aside(peer)
                 self._warnings.warn("silent", f"PDConnector: engine at {peer} was asked for a prefix: {error}")
@@ -406,11 +410,7 @@ class PeerPrefixes(SchedulerRole):
             return
         found = answer.result()
         if found.lease_id:
-            self._client.request(peer.host, peer.port, Cancel(found.engine_id, (found.lease_id,)), _MESSAGE_S)
-
-    def _cancel(self, remote: RemotePrefill) -> None:
-        message = Cancel(remote.remote_engine_id, (remote.lease_id,))
-        self._client.request(remote.remote_host, remote.remote_port, message, _MESSAGE_S)
+            self._client.request(peer.host, peer.port, Cancel(found.engine_id, (found.lease_id,)), MESSAGE_S)
 
     # Pulling
 
@@ -430,7 +430,7 @@ class PeerPrefixes(SchedulerRole):
         evictable = sum(not block.ref_cnt for block in before)
         if standing is not Standing.PROVEN or not self._blocks.has_spare(number + evictable):
             self.counts["prefixes", "unproven" if standing is not Standing.PROVEN else "full"] += 1
-            self._cancel(remote)
+            self._renewals.cancel(remote)
             return False
         self._blocks.pin(before)  # without it, what comes could not be found
         taken = self._blocks.take(number)
@@ -443,23 +443,18 @@ class PeerPrefixes(SchedulerRole):
         pull_id = uuid.uuid4().hex  # a lease id is a peer's word, and may come twice
         self._orders.append(PullOrder(pull_id, remote, tuple(block_ids), asking.first, end, pull_id))
         give_up_at = min(asking.give_up_at, self._clock() + self._rate.seconds_for(end - asking.held))
+        self._renewals.keep(pull_id, remote)  # the pull may take longer than the lease lives
+        self._renewals.start_reading(pull_id)
         pulling = _Pulling(
-            request, remote, asking.first, end, asking.key, give_up_at, self._clock() + remote.lease_ttl_s / 3, blocks,
-            before, RankEnds(0),
-        )  # fmt: skip
+            pull_id, request, remote, asking.first, end, asking.key, give_up_at, blocks, before, RankEnds(0)
+        )
         self._pulling[pull_id] = self._waiting[request.request_id] = pulling
         self._queue.begin(pulling)
         return True
 
-    def _renew(self, pulling: _Pulling) -> None:
-        """Renew the lease of what is being pulled, three times in its time to live: a pull may take longer."""
-        if (now := self._clock()) >= pulling.renew_at:
-            pulling.renew_at, remote = now + pulling.remote.lease_ttl_s / 3, pulling.remote
-            message = Renew(remote.remote_engine_id, (remote.lease_id,), (remote.lease_id,))
-            self._client.request(remote.remote_host, remote.remote_port, message, _MESSAGE_S)
-
     def _end(self, pulling: _Pulling) -> None:
         """Let what has arrived be found, if it is all there, and give the blocks back."""
+        self._renewals.drop(pulling.pull_id)
         if pulling.ends.failed or not pulling.is_wanted:
             self.counts["prefixes", "failed"] += not pulling.is_late
             if pulling.ends.failed:

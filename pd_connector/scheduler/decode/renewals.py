@@ -292,4 +292,4 @@ class Renewals:
 def log_undelivered(future: "Future[Any]") -> None:
     """Log that a message about a lease was not answered, if so; the lease then expires. A done-callback."""
     if not future.cancelled() and (error := future.exception()) is not None:
-        logger.warning("PDConnector: a prefill engine was not told about a lease, which will expire: %s", error)
+        logger.warning("PDConnector: an engine was not told about a lease, which will expire: %s", error)

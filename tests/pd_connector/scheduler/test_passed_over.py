@@ -191,6 +191,15 @@ def test_a_pull_that_ends_or_is_late_ends_the_wait(world: World, pull_s: float) 
     )
 
 
+def test_nobody_waits_behind_a_pull_that_is_late(world: World) -> None:
+    """To compute a longer prompt takes longer than the pull's request waits."""
+    peer = Peer(world, pull_s=8.0)
+    _, longer = ask(peer, {"first": [*FIRST, 1], "longer": [*FIRST, *range(900, 1200)]})
+    peer.hang(hangs=False)
+    world.run(3.0)
+    assert longer.ended == "finished"
+
+
 def test_beside_other_connectors_those_that_wait_are_looked_up(world: World) -> None:
     """They are asked about the request as well, and would look for what the device has."""
 

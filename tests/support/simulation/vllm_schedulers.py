@@ -33,7 +33,6 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from pd_connector.engine_limits import EngineLimits
 from pd_connector.orders import PullOrder, Report, WorkerHandshake
-from pd_connector.scheduler.decode.consumer import Consumer
 from pd_connector.scheduler.decode.renewals import Renewals
 from pd_connector.scheduler.host.tier import HostTier
 from pd_connector.scheduler.prefill.producer import Producer
@@ -366,8 +365,8 @@ class EngineSim:
 
     def begin_step(self) -> tuple[SchedulerOutput, ModelRunnerOutput] | None:
         """Schedule and execute; None if there is nothing to step for."""
-        if (consumer := self.role_of(Consumer)) is not None:
-            consumer._renewals.send_due()
+        for renewals in (vars(role)["_renewals"] for role in self.side._roles if "_renewals" in vars(role)):
+            renewals.send_due()
         connector: Any = self.scheduler.connector
         if not self.scheduler.has_requests() and not connector.has_pending_push_work():
             return None

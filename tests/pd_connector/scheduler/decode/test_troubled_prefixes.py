@@ -56,6 +56,20 @@ def test_a_pull_that_takes_longer_than_a_lease_lives_keeps_its_lease(world: Worl
     assert holder.leases == 0
 
 
+def test_an_engine_that_is_short_of_blocks_does_not_revoke_what_is_being_pulled(world: World) -> None:
+    holder = a_holder(world)
+    finder = asker(world, holder, pull_s=0.5)
+    hold(world, holder, FIRST)
+    finder.ask(ClientRequest("r", [*FIRST, 1], 1))
+    while not finder.worker.prefixes:
+        world.step(0.01)
+    for _ in range(3):  # it is told so, unless the pull ends at once
+        world.step()
+    assert holder.service.leases.revoke_oldest() is None
+    world.run(5.0)
+    assert finder.counts["prefixes: pulled"] == 1
+
+
 def test_a_link_that_is_slower_than_computing_costs_one_request_its_wait(world: World) -> None:
     holder = a_holder(world, blocks=400)
     finder = asker(world, holder, blocks=400, pull_s=0.6)
