@@ -4,13 +4,16 @@ Covers: pd_connector.scheduler.prefix_queue.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import MagicMock, patch
 
 import pytest
 
+from pd_connector.scheduler.compute_rate import ComputeRate
 from pd_connector.scheduler.decode.peer_prefixes import PeerPrefixes
 from pd_connector.scheduler.host.shared_pool import SharedPool
+from pd_connector.scheduler.prefix_queue import PrefixQueue
 from tests.support.simulation.prefix_engines import BLOCK, FIRST, TURN, a_holder, asker, compute, hold
 from tests.support.simulation.vllm_schedulers import ClientRequest, EngineSim, World
 
@@ -67,6 +70,14 @@ class Pool:
     @property
     def is_bringing(self) -> bool:
         return bool(self.waits.role_of(SharedPool)._fetches)
+
+
+@dataclass(frozen=True)
+class Begun:
+    """What was begun for a request."""
+
+    key: bytes
+    give_up_at: float
 
 
 Elsewhere = Peer | Pool
@@ -198,6 +209,22 @@ def test_nobody_waits_behind_a_pull_that_is_late(world: World) -> None:
     peer.hang(hangs=False)
     world.run(3.0)
     assert longer.ended == "finished"
+
+
+def test_behind_what_is_late_nobody_waits_any_more_and_who_comes_then_looks_himself(world: World) -> None:
+    """VLLM may leave the request aside for which it was begun."""
+    queue: PrefixQueue[Begun] = PrefixQueue(16, ComputeRate(world.clock), world.clock)
+    late = Begun(b"a block", world.clock.now + 0.5)
+    queue.begin(late)
+    assert queue.get(late.key, "waits") is late
+    assert queue.wait("waits", TURN, late)
+    world.clock.advance(0.6)
+    assert not queue.is_waiting("waits")
+    assert queue.get(late.key, "comes") is None
+    assert queue.get(late.key, "waits") is late
+    assert not queue.wait("waits", TURN, late)
+    assert queue.asked == {"waits"}
+    queue.check_integrity((), [late])
 
 
 def test_beside_other_connectors_those_that_wait_are_looked_up(world: World) -> None:
