@@ -227,6 +227,19 @@ def test_behind_what_is_late_nobody_waits_any_more_and_who_comes_then_looks_hims
     queue.check_integrity((), [late])
 
 
+def test_who_was_asked_for_waits_behind_nobody(world: World) -> None:
+    queue: PrefixQueue[Begun] = PrefixQueue(1, ComputeRate(world.clock), world.clock)
+    first, next_one = (Begun(key, world.clock.now + 5.0) for key in (b"a block", b"another"))
+    queue.begin(first)
+    assert queue.wait("waits", TURN)
+    assert queue.is_waiting("waits")
+    queue.end(first)
+    assert not queue.is_waiting("waits")
+    queue.asked.add("waits")
+    queue.begin(next_one)
+    assert not queue.is_waiting("waits")
+
+
 def test_beside_other_connectors_those_that_wait_are_looked_up(world: World) -> None:
     """They are asked about the request as well, and would look for what the device has."""
 
