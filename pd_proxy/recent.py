@@ -8,6 +8,7 @@ import math
 import time
 from collections import Counter, deque
 from dataclasses import dataclass
+from typing import Any
 
 from pd_proxy.detour import Choice
 from pd_proxy.journal import Record
@@ -25,37 +26,8 @@ _LONGEST_ID = 64
 _LONGEST_FAILURE = 300
 
 
-@dataclass(frozen=True, slots=True)
-class RequestSummary:
-    """A request at one moment. Times are seconds since it came in, or None while it has not come to that."""
-
-    place: int  # in the order in which requests ended; 0 while it is under way
-    identity: str
-    at: float  # when it came in, seconds of Unix time
-    legs: str  # how they were sent; empty without a prefill leg
-    prefill_url: str
-    decode_url: str
-    prefill_began: float | None
-    prefill_ended: float | None
-    decode_began: float | None
-    first_byte: float | None
-    ended: float | None
-    status: int
-    failure: str  # in a sentence; empty if there was none
-
-
-@dataclass(frozen=True, slots=True)
-class LastMinute:
-    """The requests that ended in the last minute, in figures. What none of them can tell is None."""
-
-    window_s: float  # less than a minute for a proxy that is younger, or has ended MAX_COUNTED requests in less
-    requests: int
-    requests_per_s: float | None
-    streams: int  # those with a time to first token
-    first_token_p50_s: float | None
-    first_token_p95_s: float | None
-    handover_p50_s: float | None
-    failures: int | None
+#: A request at one moment, or figures, as the page is told them.
+Shown = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +47,7 @@ class Recent:
         self._started = time.monotonic()
         self._places = 0
         self._under_way: dict[Record, None] = {}  # the oldest first
-        self._ended: deque[RequestSummary] = deque(maxlen=MAX_ENDED)
+        self._ended: deque[Shown] = deque(maxlen=MAX_ENDED)
         self._outcomes: deque[_Outcome] = deque(maxlen=MAX_COUNTED)
         self._choices: Counter[Choice] = Counter()
 
@@ -97,36 +69,36 @@ class Recent:
         """Return how many requests are under way, shown or not."""
         return len(self._under_way)
 
-    def under_way(self) -> list[RequestSummary]:
+    def under_way(self) -> list[Shown]:
         """Return the requests under way, the oldest first."""
         return [_summary(record) for record in list(self._under_way)[:MAX_UNDER_WAY]]
 
-    def ended_after(self, place: int) -> list[RequestSummary]:
+    def ended_after(self, place: int) -> list[Shown]:
         """Return the requests that ended behind this place and within the last minutes, in that order."""
         oldest = time.time() - KEPT_S
-        return [one for one in self._ended if one.place > place and one.at + (one.ended or 0) >= oldest]
+        return [one for one in self._ended if one["place"] > place and one["at"] + (one["ended"] or 0) >= oldest]
 
     def choices(self) -> list[tuple[Choice, int]]:
         """Return how often each way was chosen for a prompt since the start, and why; the most frequent first."""
         return self._choices.most_common()
 
-    def last_minute(self, now: float) -> LastMinute:
-        """Return the figures of the minute before ``now``, in monotonic seconds."""
+    def last_minute(self, now: float) -> Shown:
+        """Return the figures of the minute before ``now``, in monotonic seconds. What no request can tell is None."""
         counted = [one for one in self._outcomes if one.ended > now - MINUTE_S]
         begun = counted[0].ended if len(counted) == MAX_COUNTED else max(self._started, now - MINUTE_S)
         window_s = max(1.0, now - begun)
         first_tokens = sorted(one.first_token_s for one in counted if one.first_token_s is not None)
         handovers = sorted(one.handover_s for one in counted if one.handover_s is not None)
-        return LastMinute(
-            window_s=window_s,
-            requests=len(counted),
-            requests_per_s=len(counted) / window_s if counted else None,
-            streams=len(first_tokens),
-            first_token_p50_s=_percentile(first_tokens, 50),
-            first_token_p95_s=_percentile(first_tokens, 95),
-            handover_p50_s=_percentile(handovers, 50),
-            failures=sum(one.failed for one in counted) if counted else None,
-        )
+        return {
+            "window_s": window_s,  # less than a minute for a young proxy, or one that ended MAX_COUNTED in less
+            "requests": len(counted),
+            "requests_per_s": len(counted) / window_s if counted else None,
+            "streams": len(first_tokens),  # those with a time to first token
+            "first_token_p50_s": _percentile(first_tokens, 50),
+            "first_token_p95_s": _percentile(first_tokens, 95),
+            "handover_p50_s": _percentile(handovers, 50),
+            "failures": sum(one.failed for one in counted) if counted else None,
+        }
 
 
 def _percentile(ordered: list[float], percent: int) -> float | None:
@@ -134,25 +106,30 @@ def _percentile(ordered: list[float], percent: int) -> float | None:
     return ordered[math.ceil(percent * len(ordered) / 100) - 1] if ordered else None
 
 
-def _summary(record: Record, place: int = 0) -> RequestSummary:
+def _summary(record: Record, place: int = 0) -> Shown:
+    """Return a request at this moment: times in seconds since it came in, or None while it has not come to that.
+
+    ``place``: in the order in which requests ended; 0 while it is under way.
+    """
+
     def since(moment: float | None) -> float | None:
         return None if moment is None else moment - record.started
 
     def after(began: float | None, seconds: float | None) -> float | None:
         return None if began is None or seconds is None else began - record.started + seconds
 
-    return RequestSummary(
-        place=place,
-        identity=record.identity[:_LONGEST_ID],
-        at=time.time() - (time.monotonic() - record.started),
-        legs=record.legs,
-        prefill_url=record.prefill_url,
-        decode_url=record.decode_url if record.rest is None else record.rest.decode_url,
-        prefill_began=since(record.prefill_at),
-        prefill_ended=after(record.prefill_at, record.prefill_s),
-        decode_began=since(record.decode_at),
-        first_byte=after(record.decode_at, record.first_byte_s),
-        ended=since(record.ended),
-        status=record.status,
-        failure=record.failure[:_LONGEST_FAILURE],
-    )
+    return {
+        "place": place,
+        "identity": record.identity[:_LONGEST_ID],
+        "at": time.time() - (time.monotonic() - record.started),  # Unix time
+        "legs": record.legs,
+        "prefill_url": record.prefill_url,
+        "decode_url": record.decode_url if record.rest is None else record.rest.decode_url,
+        "prefill_began": since(record.prefill_at),
+        "prefill_ended": after(record.prefill_at, record.prefill_s),
+        "decode_began": since(record.decode_at),
+        "first_byte": after(record.decode_at, record.first_byte_s),
+        "ended": since(record.ended),
+        "status": record.status,
+        "failure": record.failure[:_LONGEST_FAILURE],
+    }

@@ -1,17 +1,16 @@
 """Requests that are not divided: one decode server answers them, and the proxy passes both ways on."""
 
-import json
 import re
 from http import HTTPStatus
 from urllib.parse import quote
 
 from starlette.requests import Request
 
-from pd_proxy.apis import Api
+from pd_proxy.apis import Api, encoded
 from pd_proxy.decode import relay
 from pd_proxy.error_answers import ErrorShape, RequestError
 from pd_proxy.exchange import Exchange
-from pd_proxy.http_client import Client
+from pd_proxy.http_client import Client, json_object
 from pd_proxy.parameters import without_transfer
 
 #: vLLM's paths that go to one decode server. Its administrative ones do not go through the proxy.
@@ -79,10 +78,5 @@ def _without_transfer(content: bytes, kind: str) -> bytes:
         if "charset" in _PLAIN_CHARSET.sub("", kind.lower()):
             raise RequestError(f"a form must be in utf-8, not as in {kind!r}: other charsets may hide vllm_xargs")
         return content
-    try:
-        body = json.loads(content)
-    except ValueError as error:
-        raise RequestError(f"the request body is not valid JSON: {error}") from error
-    if not isinstance(body, dict) or (kept := without_transfer(None, body)) == body:
-        return content
-    return json.dumps(kept).encode()
+    body = json_object(content)
+    return content if (kept := without_transfer(None, body)) == body else encoded(kept)

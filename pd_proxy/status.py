@@ -85,14 +85,14 @@ class StatusPage:
             "from_start": place == 0,
             "kept_s": KEPT_S,
             "max_ended": MAX_ENDED,
-            "last_minute": asdict(self._recent.last_minute(time.monotonic())),
+            "last_minute": self._recent.last_minute(time.monotonic()),
             "choices": [asdict(choice) | {"count": count} for choice, count in self._recent.choices()],
             "servers": [one for servers in self._legs for one in self._servers(servers)],
             "under_way_count": self._recent.count_under_way(),
-            "under_way": [asdict(one) for one in self._recent.under_way()],
-            "ended": [asdict(one) for one in ended],
+            "under_way": self._recent.under_way(),
+            "ended": ended,
         }
-        return state, ended[-1].place if ended else place
+        return state, ended[-1]["place"] if ended else place
 
     def _servers(self, servers: Servers) -> list[dict[str, Any]]:
         return [
