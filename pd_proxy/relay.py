@@ -6,19 +6,20 @@ from urllib.parse import quote
 
 from starlette.requests import Request
 
-from pd_proxy.apis import Api, encoded
+from pd_proxy.apis import SEVERAL, Api, encoded
 from pd_proxy.decode import relay
 from pd_proxy.error_answers import ErrorShape, RequestError
 from pd_proxy.exchange import Exchange
 from pd_proxy.http_client import Client, json_object
 from pd_proxy.parameters import without_transfer
 
+_BATCH = "/v1/chat/completions/batch"
 #: vLLM's paths that go to one decode server. Its administrative ones do not go through the proxy.
 RELAYED = (
     "/v1/models", "/version", "/ping", "/tokenize", "/detokenize", "/v1/messages/count_tokens",
     "/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/score", "/v1/score",
     "/rerank", "/v1/rerank", "/v2/rerank", "/generative_scoring", "/v1/systemone", "/v1/decisions",
-    "/v1/completions/render", "/v1/completions/derender", "/v1/chat/completions/batch",
+    "/v1/completions/render", "/v1/completions/derender", _BATCH,
     "/v1/chat/completions/render", "/v1/chat/completions/derender", "/v1/messages/render", "/v1/responses/render",
     "/v1/audio/transcriptions", "/v1/audio/translations",
 )  # fmt: skip
@@ -45,6 +46,7 @@ class Relay(Exchange):
                 "know by which; ask the decode server itself"
             )
         record = client.record
+        record.undivided = SEVERAL if known == _BATCH else ""
         if not {".", ".."}.isdisjoint(request.path_params.values()):
             await client.fail(HTTPStatus.NOT_FOUND, "there is no such path")
             return

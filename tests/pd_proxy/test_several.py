@@ -290,3 +290,11 @@ def test_a_client_that_leaves_takes_all_prompts_along(
     until(lambda: proxy.in_flight() == 0)
     d.script = completes
     assert proxy.complete(prompt=PROMPTS).status_code == 200
+
+
+def test_a_batch_of_chats_is_counted_as_what_d_computes(proxy: Proxy, p: FakeServer, d: FakeServer) -> None:
+    chats = {"model": "tiny", "messages": [[{"role": "user", "content": text}] for text in "ab"]}
+    d.script = answers(200, b"{}")
+    assert proxy.http.post("/v1/chat/completions/batch", json=chats).status_code == 200
+    assert p.received == []
+    assert 'pd_proxy_not_disaggregated_total{reason="several prompts"} 1' in proxy.http.get("/metrics").text
