@@ -8,7 +8,6 @@ legs at once, under a name: D fetches each chunk of the prompt while P computes 
 """
 
 import argparse
-import asyncio
 import json
 import logging
 import resource
@@ -17,10 +16,9 @@ from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-import aiohttp
 import anyio
+import httpx
 import uvicorn
-from aiohttp.http_exceptions import HttpProcessingError
 from anyio.abc import TaskGroup
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -33,8 +31,6 @@ from starlette.types import Receive, Scope, Send
 FOR_P: dict[str, Any] = {"max_tokens": 1, "max_completion_tokens": 1, "n": 1, "ignore_eos": True, "stream": False}
 #: Could end the text all the same, or is refused beside one token. All else may be a part of the prompt, and stays.
 NOT_FOR_P = {"stream_options", "min_tokens", "stop", "stop_token_ids", "repetition_detection", "best_of"}
-#: Of a server: it cannot be reached, breaks off, answers what is not HTTP, or is silent.
-FAULTS = (aiohttp.ClientError, HttpProcessingError, TimeoutError)
 
 
 def is_one_prompt(body: dict[str, Any]) -> bool:
@@ -46,17 +42,10 @@ def is_one_prompt(body: dict[str, Any]) -> bool:
     return not (prompts or body.get("use_beam_search") or computed or apart or 0 in limits)
 
 
-def tell_early_end(answer: aiohttp.ClientResponse, lost: asyncio.Future[None]) -> None:
-    """Tell a reader that the connection is lost: aiohttp does not if what came was not HTTP, or the end is a reset."""
-    has_end = any(name in answer.headers for name in ("content-length", "transfer-encoding"))
-    if ((lost.exception() and not has_end) or not answer.content.is_eof()) and answer.content.exception() is None:
-        answer.content.set_exception(aiohttp.ClientPayloadError("the answer is cut short"))
-
-
 class Completions:
     """The ASGI endpoint of the paths that P and D serve together."""
 
-    def __init__(self, http: aiohttp.ClientSession, prefill: str, decode: str, control: str | None) -> None:
+    def __init__(self, http: httpx.AsyncClient, prefill: str, decode: str, control: str | None) -> None:
         self._http, self._prefill, self._decode, self._control = http, prefill.rstrip("/"), decode.rstrip("/"), control
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -83,7 +72,8 @@ class Completions:
     async def _ask(self, request: Request, content: bytes, send: Send, work: TaskGroup) -> None:
         known = {"x-request-id": uuid.uuid4().hex, **request.headers}
         passed = known.keys() & {"x-request-id", "authorization"}
-        headers = {name: "".join(filter(str.isprintable, known[name])) for name in passed}  # aiohttp takes no others
+        plain = {name: "".join(filter(str.isprintable, known[name])) for name in passed}  # h11 takes no others
+        headers = httpx.Headers(plain, encoding="latin-1")
         try:
             body: dict[str, Any] = json.loads(content) | {}
         except (ValueError, TypeError, RecursionError) as fault:
@@ -103,45 +93,40 @@ class Completions:
         await self._decode_leg(request, body, headers, send)
         work.cancel_scope.cancel()
 
-    async def _prefill_leg(self, request: Request, body: Any, headers: dict[str, str]) -> Any:
+    async def _prefill_leg(self, request: Request, body: Any, headers: httpx.Headers) -> Any:
         async with self._sent(self._prefill + request.url.path, body, headers) as p:
-            text = (await p.read()).decode(errors="replace")
-        if p.status != 200:
-            raise HTTPException(p.status, text, {"content-type": p.headers.get("content-type", "text/plain")})
+            await p.aread()
+        if p.status_code != 200:
+            raise HTTPException(p.status_code, p.text, {"content-type": p.headers.get("content-type", "text/plain")})
         try:
-            return told if (told := json.loads(text)["kv_transfer_params"]) is None and self._control else told | {}
+            return told if (told := p.json()["kv_transfer_params"]) is None and self._control else told | {}
         except (ValueError, TypeError, KeyError) as fault:
             raise HTTPException(502, "no kv_transfer_params from P: is its kv_role kv_producer?") from fault
 
-    async def _decode_leg(self, request: Request, body: Any, headers: dict[str, str], send: Send) -> None:
+    async def _decode_leg(self, request: Request, body: Any, headers: httpx.Headers, send: Send) -> None:
         async with self._sent(self._decode + request.url.path, body, headers) as d:
-            piece = await d.content.readany()  # vLLM says 200 before it computes: passed on when there is a byte
+            pieces = d.aiter_raw()
+            piece = await anext(pieces, b"")  # vLLM says 200 before it computes: passed on when there is a byte
             kind = d.headers.get("content-type", "application/json").encode()
             request.state.begun = True
-            await send({"type": "http.response.start", "status": d.status, "headers": [(b"content-type", kind)]})
+            await send({"type": "http.response.start", "status": d.status_code, "headers": [(b"content-type", kind)]})
             try:
                 while piece:
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
-                    piece = await d.content.readany()
-                await anyio.lowlevel.checkpoint()  # an early end may be about to be told
-                if (end := d.content.exception()) is not None:
-                    raise end
+                    piece = await anext(pieces, b"")
                 await send({"type": "http.response.body"})
-            except FAULTS as fault:  # without its end: the client sees that the answer is cut short
+            except httpx.HTTPError as fault:  # without its end: the client sees that the answer is cut short
                 logging.warning("%s broke off: %r", d.url, fault)
 
     @asynccontextmanager
-    async def _sent(self, url: str, body: Any, headers: dict[str, str]) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def _sent(self, url: str, body: Any, headers: httpx.Headers) -> AsyncIterator[httpx.Response]:
         try:
-            async with self._http.post(url, data=json.dumps(body), headers=headers, allow_redirects=False) as answer:
-                protocol = answer.connection and answer.connection.protocol
-                if protocol is not None and (lost := protocol.closed) is not None:
-                    lost.add_done_callback(lambda lost: tell_early_end(answer, lost))
+            async with self._http.stream("POST", url, content=json.dumps(body), headers=headers) as answer:
                 yield answer
-        except FAULTS as fault:
+        except httpx.HTTPError as fault:
             logging.warning("%s failed: %r", url, fault)
             told = f"a server failed: {type(fault).__name__}"  # without the text, which names the server's address
-            raise HTTPException(504 if isinstance(fault, TimeoutError) else 502, told) from fault
+            raise HTTPException(504 if isinstance(fault, httpx.TimeoutException) else 502, told) from fault
 
 
 async def _main() -> None:
@@ -155,10 +140,10 @@ async def _main() -> None:
     # A request under way takes up to three sockets.
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     # Any number of connections, and a new one for each leg: vLLM closes idle ones, and one may be used just then.
-    connector = aiohttp.TCPConnector(limit=0, force_close=True)
-    timeout = aiohttp.ClientTimeout(sock_connect=10, sock_read=600)
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    timeout = httpx.Timeout(600, connect=10)
     plain = {"content-type": "application/json", "accept-encoding": "identity"}
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=plain) as http:
+    async with httpx.AsyncClient(limits=limits, timeout=timeout, headers=plain, trust_env=False) as http:
         endpoint = Completions(http, options.prefill, options.decode, options.control)
         routes = [Route(f"/v1/{name}", endpoint, methods=["POST"]) for name in ("completions", "chat/completions")]
         config = uvicorn.Config(Starlette(routes=routes), options.host, options.port, timeout_graceful_shutdown=2)

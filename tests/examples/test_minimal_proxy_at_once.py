@@ -84,7 +84,7 @@ def test_a_p_with_nothing_to_hand_over_breaks_no_answer(bed: Bed) -> None:
 def test_a_p_that_cannot_be_reached_is_told_at_once(bed: Bed) -> None:
     bed.d.script = stalls
     with MinimalProxy(unused_url(), bed.d.url, "--control", CONTROL) as proxy:
-        assert proxy.complete().json()["error"]["message"] == "a server failed: ClientConnectorError"
+        assert proxy.complete().json()["error"]["message"] == "a server failed: ConnectError"
 
 
 def test_a_d_that_fails_ends_ps_leg(bed: Bed) -> None:
