@@ -59,6 +59,7 @@ _ONE_SAMPLE: Body = {"max_tokens": 1, "n": 1, "temperature": 0.0} | _TO_ITS_END
 
 _EARLIER, _BACKGROUND = "an earlier response", "in the background"
 SEVERAL = "several prompts"
+UNSHARED = "several samples, no prefix cache"
 CUT = "a prompt cut to what the output leaves"
 #: Why only the decode server that keeps a response can serve a request.
 KEPT = frozenset({_EARLIER, _BACKGROUND})

@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from pd_proxy import headers as passed
-from pd_proxy.apis import CHAT, COMPLETIONS, KEPT
+from pd_proxy.apis import CHAT, COMPLETIONS, KEPT, UNSHARED
 from pd_proxy.detour import PromptSize
 from pd_proxy.error_answers import LegFailed, LegRefused, RequestError, let_go_of_bodies
 from pd_proxy.first_token import may_begin
@@ -121,6 +121,9 @@ class Generation(Exchange):
         if can_part(reason, body, is_cut=is_cut):
             await Several(self, request.scope, client, body).serve()
             return
+        if reason is None and self._upstream.api.parameters(body).get("n") not in (None, 1):
+            headers = self._upstream.headers(client.headers, record.identity, relayed=False)
+            reason = None if await self._upstream.decode.shares_prompts(headers) else UNSHARED
         size = PromptSize.of(body) if reason is None and self._upstream.settings.prefill_from else None
         if size is not None:
             record.choice = detour.choice(size, streams=record.streams)

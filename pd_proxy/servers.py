@@ -13,6 +13,7 @@ import errno
 import json
 import logging
 import math
+import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 #: How long what a server has said of its model is believed, and how long a request waits for it before its legs.
 _ROOM_S, _ROOM_WAIT_S = 60.0, 5.0
+#: How vLLM's metrics say that no request finds what another has computed.
+_NO_PREFIX_CACHE = re.compile(rb'^vllm:cache_config_info\{.*enable_prefix_caching="False"', re.MULTILINE)
 #: So many failures in a row put a server last. One that fails at once has few requests in flight, and would get all.
 _MOST_FAILURES = 3
 _FAILURES = frozenset({500, 502, 503, 504})  # statuses; 501 is of the request
@@ -100,6 +103,8 @@ class Servers:
         self._skip_s = skip_s
         self._room: int | None = None
         self._room_until = 0.0  # monotonic seconds
+        self._shares = True
+        self._shares_until = 0.0  # monotonic seconds
 
     def in_order(self, failed: str = "") -> list[Server]:
         """Return all servers, the one to ask first at the beginning, and at the end the one that has just failed."""
@@ -125,6 +130,15 @@ class Servers:
                     models = json.loads(await answer.read())["data"]
                     self._room = min(room for model in models if (room := model.get("max_model_len")))
         return self._room
+
+    async def shares_prompts(self, headers: HeaderList) -> bool:
+        """Return whether requests find a prompt that another has computed, by what one server's metrics say, if any."""
+        if time.monotonic() > self._shares_until:
+            self._shares_until = time.monotonic() + _ROOM_S
+            with suppress(LegFailed, TimeoutError):
+                async with asyncio.timeout(_ROOM_WAIT_S), self.request("GET", "/metrics", headers) as answer:
+                    self._shares = not _NO_PREFIX_CACHE.search(await answer.read())
+        return self._shares
 
     @asynccontextmanager
     async def request(

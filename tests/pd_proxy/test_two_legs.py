@@ -47,6 +47,21 @@ def test_choices_share_one_prompt(proxy: Proxy, p: FakeServer, d: FakeServer, pa
     assert d.bodies[0]["kv_transfer_params"] == TRANSFER
 
 
+def test_choices_that_vllm_cannot_share_are_ds_alone(proxy: Proxy, p: FakeServer, d: FakeServer) -> None:
+    from vllm.config import CacheConfig  # noqa: PLC0415  seconds
+
+    proxy.complete()
+    config = CacheConfig(block_size=16, enable_prefix_caching=False).metrics_info()  # as vLLM tells it
+    labels = ",".join(f'{name}="{value}"' for name, value in sorted(config.items()))
+    d.metrics = f"# TYPE vllm:cache_config_info gauge\nvllm:cache_config_info{{{labels}}} 1.0\n".encode()
+    assert proxy.complete(n=4).status_code == 200
+    assert proxy.complete(n=1).status_code == 200
+    assert (len(p.received), len(d.received)) == (2, 3)
+    assert "kv_transfer_params" not in d.bodies[1]
+    counted = 'pd_proxy_not_disaggregated_total{reason="several samples, no prefix cache"} 1'
+    assert counted in proxy.http.get("/metrics").text
+
+
 def test_a_request_that_cannot_be_divided_goes_to_decode_alone_and_is_counted(
     proxy: Proxy, p: FakeServer, d: FakeServer, access_lines: Callable[[int], list[str]]
 ) -> None:
