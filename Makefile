@@ -121,7 +121,8 @@ test-ascend-sim-short: $(ASCEND_SIM)/installed  ## those of them that continuous
 	@$(ASCEND_SIM)/bin/python -m pytest tests/ascend_sim -m ascend_short $(ARGS)
 
 # The contract: all that touches vLLM's own classes. Then real servers of each release, alone and with .venv's.
-CONTRACT := -m 'not e2e and not slow' tests/pd_connector tests/versions
+CONTRACT := -m 'not e2e and not slow' tests/pd_connector tests/versions \
+	$(addprefix tests/pd_proxy/,test_apis.py test_parameters.py test_two_legs.py)
 
 test-versions: $(STAMPS)/installed $(RELEASES:%=$(RELEASE_ENV)%/installed) $(UNBUILT:%=$(RELEASE_ENV)%/installed)  ## tests on other vLLM releases, an environment each: an hour
 	@failed=; \

@@ -1,9 +1,9 @@
 """Which way a prompt takes, and what ``--prefill-from auto`` makes of it: ``python -m benchmarks.detour``.
 
 A small real model on P and D, behind three proxies: one sends every prompt over P, one has D compute all of them, and
-one chooses (``auto``). They take turns, some requests each, of a few lengths; every prompt is new. Time: from the
-client's request to the first event of the stream. All the while, D runs another, long stream, whose gaps between two
-tokens show what the prompts that D computes do to it.
+one chooses (``auto``), and has learned from some requests before. They take turns, some requests each, of a few
+lengths; every prompt is new. Time: from the client's request to the first event of the stream. All the while, D runs
+another, long stream, whose gaps between two tokens show what the prompts that D computes do to it.
 
 P and D share the cores here: a prompt that P computes slows D's stream down as well, which it would not on machines of
 their own. So the gaps say less than they would there, and so does the first token of prompts over P.
@@ -28,6 +28,7 @@ from benchmarks.pair import CONNECTIONS, REQUEST_TIMEOUT_S
 from benchmarks.serving import NAME, started
 
 OVER_P, ALONE, AUTO = "over P", "D alone", "auto"
+LEARNING = "auto, learning"
 PROXIES = {OVER_P: ("--prefill-from", "0"), ALONE: ("--prefill-from", "100000"), AUTO: ("--prefill-from", "auto")}
 BLOCK = 5  # requests that a proxy gets before it is the next one's turn
 LONG_STREAM = 1900  # tokens
@@ -93,6 +94,10 @@ def measure(http: httpx.Client, urls: Mapping[str, str], options: argparse.Names
     lengths = [options.lengths[number % len(options.lengths)] for number in range(options.requests)]
     random.Random(1).shuffle(lengths)
     with stream.running():
+        stream.meanwhile = LEARNING
+        for number in range(options.learn):
+            first_event_s(http, urls[AUTO], options.lengths[number % len(options.lengths)], 2)
+        before = chosen(http, urls[AUTO])
         for begin in range(0, options.requests, BLOCK):
             for way in order:
                 stream.meanwhile = way
@@ -101,8 +106,9 @@ def measure(http: httpx.Client, urls: Mapping[str, str], options: argparse.Names
             order = order[1:] + order[:1]
     rows = {str(tokens): row({way: times_ms[way][tokens] for way in PROXIES}) for tokens in options.lengths}
     gaps = {way: _figures(stream.gaps_ms[way]) for way in PROXIES}
+    ways = {what: times - before.get(what, 0.0) for what, times in chosen(http, urls[AUTO]).items()}
     return {"lengths": rows, "gaps": gaps, "gaps_grow": gaps[AUTO]["mean_ms"] / gaps[OVER_P]["mean_ms"] - 1,
-            "chosen": chosen(http, urls[AUTO])}  # fmt: skip
+            "chosen": ways}  # fmt: skip
 
 
 def row(times_ms: Mapping[str, Sequence[float]]) -> dict[str, Any]:
@@ -143,6 +149,7 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     """Print tables, and return the figures by the length of the prompt."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[32, 120, 480], help="tokens of a prompt")
+    parser.add_argument("--learn", type=int, default=200, help="requests to auto before it is measured")
     parser.add_argument("--requests", type=int, default=200, help="to each proxy")
     parser.add_argument("--megabytes", type=int, default=256, help="of P's and of D's KV cache")
     options = parser.parse_args(words)

@@ -9,6 +9,8 @@ Bursts of short and of long streams take turns. Their difference is the time for
 left of the short ones without their chunks the time for a request, both legs. Where the proxy is busy all the time, it
 passes several chunks on as one, so that a chunk is cheaper.
 
+``--vllm-router COMMAND`` puts vllm-router before the same servers, its legs in turn, as a third way.
+
 There is a pause between bursts, so that each finds idle connections of another age: vLLM's server closes them after
 5 s.
 """
@@ -25,17 +27,22 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
+from examples.quickstart.servers import free_ports
+
 ROOT = Path(__file__).resolve().parents[1]
 HOST = "127.0.0.1"
 WAYS = ("together", "in-turn")
+ROUTER = "vllm-router"
 TRANSFER = {"remote_host": HOST, "remote_port": 9, "remote_attempt": 0, "lease_id": "none"}
 EVENT = {"id": "cmpl-0", "object": "text_completion", "created": 0, "model": "none",
          "choices": [{"index": 0, "text": " token", "logprobs": None, "finish_reason": None}]}  # fmt: skip
@@ -55,6 +62,10 @@ class FakeServer:
         while more:
             message = await receive()
             body, more = body + message.get("body", b""), message.get("more_body", False)
+        if not body:  # whether it is well, which vllm-router asks
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body"})
+            return
         await asyncio.sleep(self._wait_s)
         kind = b"application/json" if self._leg == "prefill" else b"text/event-stream"
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]})
@@ -97,7 +108,8 @@ def process(*words: str) -> Iterator[tuple[str, int]]:
 async def ask(port: int, chunks: int) -> str:
     """Ask for a stream of so many chunks; return what is wrong with the answer, if anything."""
     body = json.dumps({"model": "none", "prompt": "a question " * 100, "max_tokens": chunks, "stream": True}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: proxy\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: proxy\r\nConnection: close\r\n"
+    head += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n"
     try:
         reader, writer = await asyncio.open_connection(HOST, port)
         try:
@@ -116,6 +128,28 @@ async def burst(port: int, requests: int, chunks: int) -> list[str]:
     return [wrong for wrong in await asyncio.gather(*(ask(port, chunks) for _ in range(requests))) if wrong]
 
 
+@contextmanager
+def router(command: str, prefill: str, decode: str) -> Iterator[tuple[str, int]]:
+    """Run vllm-router before P and D; yield its URL and process id when it is well."""
+    port, metrics_port = free_ports(2, HOST)
+    words = [command, "--host", HOST, "--port", str(port), "--prometheus-port", str(metrics_port)]
+    words += ["--vllm-pd-disaggregation", "--kv-connector", "nixl", "--policy", "round_robin", "--log-level", "warning"]
+    words += ["--max-concurrent-requests", "4096", "--prefill", prefill, "--decode", decode]
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as running:
+        url = f"http://{HOST}:{port}"
+        try:
+            while running.poll() is None:
+                with suppress(httpx.HTTPError):
+                    if httpx.get(f"{url}/health", trust_env=False).status_code == HTTPStatus.OK:
+                        break
+                time.sleep(0.1)
+            else:
+                raise RuntimeError(f"{words} has ended")
+            yield url, running.pid
+        finally:
+            running.kill()
+
+
 def measure(way: str, requests: int, options: argparse.Namespace) -> dict[str, float]:
     """Return what bursts of so many requests cost a new proxy."""
     with ExitStack() as stack:
@@ -124,7 +158,9 @@ def measure(way: str, requests: int, options: argparse.Namespace) -> dict[str, f
             stack.enter_context(process("benchmarks.proxy", "--serve", leg, *each)) for leg in ("prefill", "decode")
         ]
         legs = ["--prefill", servers[0][0], "--decode", servers[1][0], "--legs", way]
-        url, pid = stack.enter_context(process("pd_proxy", "--port", "0", *legs))
+        own = process("pd_proxy", "--port", "0", *legs)
+        started = own if way != ROUTER else router(options.vllm_router, servers[0][0], servers[1][0])
+        url, pid = stack.enter_context(started)
         port, proxy = int(url.rpartition(":")[2]), psutil.Process(pid)
         few, many = options.chunks
         asyncio.run(burst(port, 20, few))
@@ -141,7 +177,7 @@ def measure(way: str, requests: int, options: argparse.Namespace) -> dict[str, f
     sent = 2 * options.rounds * requests
     figures = {"sent": float(sent), "failed": float(len(failed)), "request_ms": short_ms - few * chunk_ms,
                "chunk_ms": chunk_ms, "took_s": statistics.median(took_s)}  # fmt: skip
-    print(f"{way:>9} {requests:>9,} {sent:>7,} {len(failed):>7} {figures['request_ms']:>14.2f} "
+    print(f"{way:>11} {requests:>9,} {sent:>7,} {len(failed):>7} {figures['request_ms']:>14.2f} "
           f"{figures['chunk_ms']:>12.3f} {figures['took_s']:>9.1f}")  # fmt: skip
     for wrong, times in Counter(failed).most_common(3):
         print(f"{times} times: {wrong}")
@@ -161,6 +197,7 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--chunks", type=int, nargs=2, default=[1, 33], help="of a short stream, and of a long one")
     parser.add_argument("--pause-s", type=float, default=1.5, help="between bursts")
     parser.add_argument("--wait-s", type=float, default=0.05, help="of a server before it answers")
+    parser.add_argument("--vllm-router", metavar="COMMAND", help="that is measured beside it")
     parser.add_argument("--serve", choices=["prefill", "decode"], help=argparse.SUPPRESS)
     options = parser.parse_args(words)
     if options.serve:
@@ -171,8 +208,9 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     print(f"load average of a minute before, on {os.cpu_count()} cores: {os.getloadavg()[0]:.1f}")
     print(f"processor time of the proxy, medians; targets: nothing fails, {REQUEST_MS:g} ms a request, {CHUNK_MS:g} ms "
           "a streamed chunk")  # fmt: skip
-    print(f"{'legs':>9} {'at once':>9} {'sent':>7} {'failed':>7} {'request, ms':>14} {'chunk, ms':>12} {'burst, s':>9}")
-    return {way: {str(many): measure(way, many, options) for many in options.requests} for way in WAYS}
+    print(f"{'legs':>11} {'at once':>9} {'sent':>7} {'failed':>7} {'request, ms':>14} {'chunk, ms':>12} {'took, s':>9}")
+    ways = (*WAYS, ROUTER) if options.vllm_router else WAYS
+    return {way: {str(many): measure(way, many, options) for many in options.requests} for way in ways}
 
 
 if __name__ == "__main__":
