@@ -4,11 +4,15 @@ Prompts of different tests begin with different text, so that none finds another
 """
 
 import itertools
+import json
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
-from tests.support.e2e.api_clients import ApiClient
+from tests.support.e2e.api_clients import ANSWERS_BY_SCHEMA, CALLS_OF_TOOLS, ApiClient, Told
 from tests.support.e2e.choice import rarely
 from tests.support.e2e.client import LOGPROB_TOLERANCE, MODEL_NAME, Chat
 from tests.support.e2e.cluster import BLOCK_SIZE
@@ -152,6 +156,16 @@ class TestApis:
         with ProxyProcess(["-m", "pd_proxy", "--prefill", urls[0], "--decode", urls[1]]) as process:
             yield process.url
 
+    def assert_told_right(self, pair: Pair, proxy: str, api: str, prompt: Chat, tokens: int, **asked: Any) -> Told:
+        """The prompt is pulled, and the client told what P alone tells; returns that."""
+        with pair.traffic() as traffic:
+            told = ApiClient(proxy, tokens).told(api, prompt, **asked)
+        assert (traffic.pulled("pulls"), traffic.failures()) == (1, 0)
+        alone = ApiClient(pair.prefill.client.base_url, tokens).told(api, prompt, **asked)
+        assert told.logprobs == pytest.approx(alone.logprobs, abs=LOGPROB_TOLERANCE)
+        assert replace(told, logprobs=()) == replace(alone, logprobs=())
+        return told
+
     @pytest.mark.parametrize(
         ("api", "stream"),
         [
@@ -165,25 +179,39 @@ class TestApis:
     ) -> None:
         for legs in ("in turn", "at once"):
             prompt = about(ONE, seed=("api", api, legs, stream), model=ADAPTERS[stream])
-            with pair.traffic() as traffic:
-                text = getattr(ApiClient(proxy), api)(prompt, stream=stream)
-            assert traffic.pulled("pulls") == 1
-            assert text == getattr(ApiClient(pair.prefill.client.base_url), api)(prompt, stream=False)
-            assert len(text) >= 16, "a token has at least a character"
+            asked = {"ignore_eos": True} if api == "responses" else {}
+            told = self.assert_told_right(pair, proxy, api, prompt, 16, stream=stream, **asked)
+            assert len(told.text) >= 16, "a token has at least a character"
 
-    @pytest.mark.slow
-    def test_answers_by_a_schema_and_their_log_probabilities_are_those_of_p_alone(self, pair: Pair, proxy: str) -> None:
-        asked, own = ApiClient(proxy, 40), ApiClient(pair.prefill.client.base_url, 40)
+    @pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.slow, id="whole"), True])
+    @pytest.mark.parametrize("api", ["chats", "responses", "messages"])
+    def test_calls_of_tools_are_those_of_p_alone(self, pair: Pair, proxy: str, api: str, stream: bool) -> None:
         for legs in ("in turn", "at once"):
-            with pair.traffic() as traffic:
-                response = asked.structured_response(about(seed=("schema", legs)))
-                text, logprobs = asked.structured_chat(about(seed=("schema of a chat", legs)))
-            assert traffic.pulled("pulls") == 2
-            assert response == own.structured_response(about(seed=("schema", legs)))
-            assert "numbers" in response
-            same, expected = own.structured_chat(about(seed=("schema of a chat", legs)))
-            assert (text, len(logprobs)) == (same, len(expected))
-            assert logprobs == pytest.approx(expected, abs=LOGPROB_TOLERANCE)
+            prompt = about(seed=("tools", api, legs, stream))
+            told = self.assert_told_right(pair, proxy, api, prompt, 120, stream=stream, **CALLS_OF_TOOLS[api])
+            assert [(name, json.loads(arguments)["city"]) for name, arguments in told.calls] == [("look_up", ANY)]
+
+    @pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.slow, id="whole"), True])
+    @pytest.mark.parametrize("api", ["chats", "responses", "messages"])
+    def test_reasoning_is_that_of_p_alone(self, pair: Pair, proxy: str, api: str, stream: bool) -> None:
+        for legs in ("in turn", "at once"):
+            prompt = Chat((make_text(200, ("reasoning", api, legs, stream)), "<think>"))
+            asked = {"chat_template_kwargs": {"thinking": True}, "stream": stream}
+            asked |= {"thinking_token_budget": 10} if api == "chats" else {}  # the model by itself may think on and on
+            told = self.assert_told_right(pair, proxy, api, prompt, 30, **asked)
+            assert told.reasoning
+            assert told.text or api != "chats"
+
+    @pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.slow, id="whole"), True])
+    @pytest.mark.parametrize("api", ["chats", "responses", "messages"])
+    def test_answers_by_a_schema_and_their_log_probabilities_are_those_of_p_alone(
+        self, pair: Pair, proxy: str, api: str, stream: bool
+    ) -> None:
+        for legs in ("in turn", "at once"):
+            prompt = about(seed=("schema", api, legs, stream))
+            told = self.assert_told_right(pair, proxy, api, prompt, 40, stream=stream, **ANSWERS_BY_SCHEMA[api])
+            assert told.text.startswith('{"numbers')
+            assert len(told.logprobs) == (0 if api == "messages" else 40)  # that API has none
 
     def test_tokens_are_pulled_and_answered_as_p_alone_does(self, pair: Pair, proxy: str) -> None:
         for legs, stream in (("in turn", False), ("at once", True)):

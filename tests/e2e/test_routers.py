@@ -36,6 +36,9 @@ pytestmark = [pytest.mark.routers, on(ROUTED)]
 LONG = 2800
 ROUTER = os.environ.get("PD_CONNECTOR_VLLM_ROUTER") or shutil.which("vllm-router") or ""
 SMG = os.environ.get("PD_CONNECTOR_SMG") or shutil.which("smg") or ""
+#: Choices of each prompt; vLLM wants sampling switched on for them.
+TWO: dict[str, Any] = {"n": 2, "temperature": 1.0, "top_k": 1, "logprobs": 1}
+FIGURES = ("prompt_tokens", "completion_tokens", "total_tokens")
 Proxied = Callable[..., "Proxy"]
 
 
@@ -119,6 +122,25 @@ class TestProxy:
         assert (traffic.pulled("pulls"), traffic.failures()) == (1, 0)
         assert (traffic.leases("granted"), traffic.leases("released")) == (1, 1)
         assert choices == [pulls.decode.client.compute(prompt).tokens] * 3
+
+    @pytest.mark.parametrize(("stream", "changes"), [(False, TWO), (True, TWO), (True, {})])
+    def test_several_prompts_are_answered_as_by_one_server(
+        self, proxied: Proxied, pulls: Pair, stream: bool, changes: dict[str, Any]
+    ) -> None:
+        proxy = proxied("P")
+        prompts = [make_prompt(tokens, ("several", stream, *changes)) for tokens in (33, 257, 700)]
+        body = {"model": MODEL_NAME, "prompt": prompts, "max_tokens": 16, "temperature": 0.0, "ignore_eos": True}
+        body |= {"stream": stream, "stream_options": {"include_usage": True} if stream else None} | changes
+        with pulls.traffic() as traffic:
+            choices, usage = _choices(proxy.process.url, body)
+        assert (traffic.pulled("pulls"), traffic.failures(), traffic.leases("granted")) == (3, 0, 3)
+        expected, figures = _choices(pulls.decode.client.base_url, body | {"cache_salt": f"alone {stream}"})
+        assert len(expected) == 3 * changes.get("n", 1)
+        assert choices.keys() == expected.keys()
+        for index, choice in expected.items():
+            assert choices[index].pop("token_logprobs") == pytest.approx(choice.pop("token_logprobs"), abs=1e-3)
+            assert choices[index] == choice
+        assert {name: usage[name] for name in FIGURES} == {name: figures[name] for name in FIGURES}
 
     def test_a_prompt_that_is_too_long_is_refused_at_once(self, proxied: Proxied) -> None:
         proxy = proxied("P")
@@ -344,6 +366,24 @@ def _post(server: Server, body: str, headers: dict[str, str] | None = None) -> d
     assert response.status_code == 200, response.text
     answer: dict[str, Any] = response.json()
     return answer
+
+
+def _choices(url: str, body: dict[str, Any]) -> tuple[dict[int, dict[str, Any]], dict[str, Any]]:
+    """The choices of a text completion by index, whole or put together from a stream, and the usage."""
+    response = httpx.post(f"{url}/v1/completions", json=body, timeout=120, trust_env=False)
+    assert response.status_code == 200, response.text
+    lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
+    assert not body["stream"] or lines.pop() == "[DONE]", response.text
+    answers = [json.loads(line) for line in lines]
+    assert len({answer["id"] for answer in answers}) == 1
+    choices: dict[int, dict[str, Any]] = {}
+    for choice in (choice for answer in answers for choice in answer["choices"]):
+        told = choices.setdefault(choice["index"], {"text": "", "token_logprobs": [], "text_offset": []})
+        told["text"] += choice["text"]
+        told["finish_reason"] = choice["finish_reason"]
+        for name in ("token_logprobs", "text_offset"):
+            told[name] += (choice["logprobs"] or {}).get(name, [])
+    return choices, answers[-1]["usage"]
 
 
 def _assert_pulled_right(pulls: Pair, traffic: Traffic, prompt: list[int], answer: dict[str, Any]) -> None:

@@ -172,7 +172,7 @@ Simulations of many engines (``test_state_machine``, ``test_progress``) and of o
 
 Real servers (``tests/e2e``):
     e2e.apart_deployments   sets of servers on hosts of their own, or on several, and of data-parallel ones
-    e2e.api_clients         responses, messages and tokens, asked by the clients that their users have
+    e2e.api_clients         chats, responses, messages and tokens, asked by the clients that their users have
     e2e.architectures       architectures of the test models: configurations and random weights
     e2e.draft_layers        layers that draft tokens, for such models
     e2e.glm5_next           the architecture of GLM-5.3-Flash: states beside keys of pools and latent vectors

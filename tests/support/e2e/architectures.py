@@ -64,7 +64,12 @@ _VISION_LAYERS = 2
 #: Tokens of an image in a prompt: those that hold it, with three around them.
 IMAGE_TOKENS = (IMAGE_SIZE // _PATCH_SIZE // _PATCHES_A_TOKEN) ** 2 + 3
 _IMAGE_TOKEN = "<image>"
-_IMAGE_MARKS = ("<fake_token_around_image>", "<global-img>", "<end_of_utterance>", _IMAGE_TOKEN)
+#: Ends an answer, if the tokenizer has it.
+END_TOKEN = "<end_of_utterance>"
+_IMAGE_MARKS = ("<fake_token_around_image>", "<global-img>", END_TOKEN, _IMAGE_TOKEN)
+
+#: What reasoning parsers of vLLM look for: in the text, so no special tokens.
+THINKING_MARKS = ("<think>", "</think>")
 
 Name = Literal[
     "qwen3", "gemma3", "deepseek_v2", "deepseek_v32", "deepseek_v4", "deepseek_v41", "glm5_next", "glm_moe_dsa",
@@ -439,7 +444,8 @@ def _idefics3_vision(draw: Draw) -> Weights:
     }
 
 
-_PARTS_IN_ORDER = (
+#: A chat template, with or without tools.
+PARTS_IN_ORDER = (
     "{% for message in messages %}{% for part in message['content'] %}"
     f"{{% if part['type'] == 'text' %}}{{{{ part['text'] }}}}{{% else %}}{_IMAGE_TOKEN}{{% endif %}}"
     "{% endfor %}{% endfor %}"
@@ -451,7 +457,6 @@ _IDEFICS3_FILES = {
         "size": {"longest_edge": IMAGE_SIZE},
         "max_image_size": {"longest_edge": IMAGE_SIZE},
     },
-    "chat_template.json": {"chat_template": _PARTS_IN_ORDER},
     "processor_config.json": {"processor_class": "Idefics3Processor", "image_seq_len": IMAGE_TOKENS - 3},
 }
 
@@ -473,7 +478,7 @@ ARCHITECTURES: Mapping[Name, Architecture] = {
         _llama_layer,
         text_model="model.text_model",
         beside=_idefics3_vision,
-        special_tokens=_IMAGE_MARKS,
+        special_tokens=THINKING_MARKS + _IMAGE_MARKS,
         files=_IDEFICS3_FILES,
     ),
 }

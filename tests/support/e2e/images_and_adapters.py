@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+from tests.support.e2e.architectures import PARTS_IN_ORDER
 from tests.support.e2e.client import MODEL_NAME, Chat
 from tests.support.e2e.cluster import ServerSpec
 from tests.support.e2e.deployments import Deployment, decode, prefill
@@ -13,11 +14,19 @@ from tests.support.e2e.pair import make_text
 ADAPTERS = ("red", "blue")
 _NGRAM_DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 
+#: Of answers. This reasoning parser does nothing but where a request wants thinking.
+_PARSERS = (
+    "--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--tool-strict-level", "parameter",
+    "--reasoning-parser", "deepseek_v3",
+    "--reasoning-config", '{"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"}',
+    "--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}',
+)  # fmt: skip
+
 
 def _reads_images(spec: ServerSpec, adapters: tuple[str, ...], *arguments: str) -> ServerSpec:
     model = ModelSpec(architecture="idefics3", adapters=adapters)
-    more = ("--enable-scale-out", *arguments)  # serves /inference/v1/generate
-    return replace(spec, model=model, layout=None, arguments=(*spec.arguments, *more))
+    more = ("--enable-scale-out", "--chat-template", PARTS_IN_ORDER)  # the first serves /inference/v1/generate
+    return replace(spec, model=model, layout=None, arguments=(*spec.arguments, *more, *_PARSERS, *arguments))
 
 
 #: The servers number the adapters differently. P computes prompts in chunks that may end within an image; D drafts

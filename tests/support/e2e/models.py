@@ -18,9 +18,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from tests.support.e2e.architectures import (
     ARCHITECTURES,
+    END_TOKEN,
     HIDDEN,
     INITIALIZER_RANGE,
     MAX_POSITIONS,
+    THINKING_MARKS,
     VOCABULARY,
     Architecture,
     Matrix,
@@ -176,8 +178,12 @@ def _write_tokenizer(directory: Path, special: tuple[str, ...]) -> None:
     tokenizer = Tokenizer(models.BPE(vocab={name: token for token, name in enumerate(names)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special])
+    for name in special:
+        is_text = name in THINKING_MARKS
+        add = tokenizer.add_tokens if is_text else tokenizer.add_special_tokens
+        add([AddedToken(name, special=not is_text, normalized=False)])
+    end = {"eos_token": END_TOKEN} if END_TOKEN in special else {}
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": MAX_POSITIONS})
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": MAX_POSITIONS} | end)
     )
