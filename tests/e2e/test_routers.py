@@ -128,7 +128,7 @@ class TestProxy:
         self, proxied: Proxied, pulls: Pair, stream: bool, changes: dict[str, Any]
     ) -> None:
         proxy = proxied("P")
-        prompts = [make_prompt(tokens, ("several", stream, *changes)) for tokens in (33, 257, 700)]
+        prompts = [make_prompt(tokens, ("several", tokens, stream, *changes)) for tokens in (33, 257, 700)]
         body = {"model": MODEL_NAME, "prompt": prompts, "max_tokens": 16, "temperature": 0.0, "ignore_eos": True}
         body |= {"stream": stream, "stream_options": {"include_usage": True} if stream else None} | changes
         with pulls.traffic() as traffic:
