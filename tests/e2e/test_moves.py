@@ -15,14 +15,14 @@ import pytest
 from tests.support.e2e.client import MODEL_NAME
 from tests.support.e2e.cluster import Server
 from tests.support.e2e.deployments import PATIENT, Deployment, decode, on, prefill
+from tests.support.e2e.models import CHATS
 from tests.support.e2e.pair import make_prompt, make_text
 from tests.support.examples.harness import ProxyProcess
 from tests.support.waiting import until
 
-_CHATS = ("--chat-template", "{% for message in messages %}{{ message.content }}{% endfor %}")
 _P = prefill()
-_P = replace(_P, arguments=_CHATS, options=(*_P.options, ("peers", ("readers",))))
-_D = replace(decode("fail", patient=True), arguments=_CHATS, options=(*PATIENT, ("serve_prefixes", True)))
+_P = replace(_P, arguments=CHATS, options=(*_P.options, ("peers", ("readers",))))
+_D = replace(decode("fail", patient=True), arguments=CHATS, options=(*PATIENT, ("serve_prefixes", True)))
 MOVES = Deployment("moves", (("P", _P), ("D", _D), ("D other", _D)), slow=True)
 
 pytestmark = [pytest.mark.routers, on(MOVES), pytest.mark.timeout(1800)]

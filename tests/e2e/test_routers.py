@@ -10,7 +10,6 @@ import os
 import random
 import shutil
 import string
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,8 +23,10 @@ import pytest
 from tests.support.e2e.client import MODEL_NAME, Client
 from tests.support.e2e.cluster import BLOCK_SIZE, Server
 from tests.support.e2e.deployments import ROUTED, bootstrap_port, on
-from tests.support.e2e.pair import Pair, Traffic, make_prompt, wait_until_at_rest
-from tests.support.e2e.router_bodies import AT_ONCE_D, AT_ONCE_P, IN_TURN
+from tests.support.e2e.fixtures import Acquaintance, meet
+from tests.support.e2e.pair import Pair, Traffic, make_prompt, make_text, wait_until_at_rest
+from tests.support.e2e.router_bodies import AT_ONCE, IN_TURN
+from tests.support.e2e.routers import CHATS_TOO, TOKENS, answer, running, text_of
 from tests.support.examples.harness import ProxyProcess
 from tests.support.examples.minimal import MinimalProxy
 from tests.support.process import free_ports
@@ -85,9 +86,11 @@ def proxied(servers: dict[str, Server]) -> Iterator[Proxied]:
 
 
 @pytest.fixture
-def pulls(servers: dict[str, Server]) -> Pair:
-    """The first prefill server and D."""
-    return Pair(servers["P"], servers["D"])
+def pulls(servers: dict[str, Server], acquainted: set[Acquaintance]) -> Pair:
+    """The first prefill server and D, which have met."""
+    pair = Pair(servers["P"], servers["D"])
+    meet(pair, acquainted)
+    return pair
 
 
 class TestProxy:
@@ -218,7 +221,6 @@ class TestProxy:
 def test_the_shortest_proxy_gives_the_same_output(pulls: Pair, at_once: bool) -> None:
     p, prompt = pulls.prefill, make_prompt(LONG, ("the shortest proxy", at_once))
     control = ["--control", f"127.0.0.1:{dict(p.spec.options)['port']}"] if at_once else []
-    pulls.get_acquainted()
     with (
         MinimalProxy(p.client.base_url, pulls.decode.client.base_url, *control) as proxy,
         closing(Client(proxy.url)) as client,
@@ -234,35 +236,33 @@ def test_the_shortest_proxy_gives_the_same_output(pulls: Pair, at_once: bool) ->
 class TestReplayedRouters:
     @pytest.mark.parametrize("router", IN_TURN)
     def test_legs_in_turn_give_the_same_output(self, pulls: Pair, router: str) -> None:
-        bodies, prompt = IN_TURN[router], make_prompt(700, ("replayed", router))
+        legs, prompt = IN_TURN[router], json.dumps(make_text(700, ("replayed", router)))
         with pulls.traffic() as traffic:
-            answered = _post(pulls.prefill, bodies.prefill.replace("PROMPT", json.dumps(prompt)))
-            relayed = bodies.relayed(answered["kv_transfer_params"])
-            body = bodies.decode.replace("TRANSFER", relayed).replace("PROMPT", json.dumps(prompt))
-            answer = _post(pulls.decode, body)
-        _assert_pulled_right(pulls, traffic, prompt, answer)
+            answered = _post(pulls.prefill, legs.prefill.replace("PROMPT", prompt), legs.api)
+            relayed = legs.relayed(answered["kv_transfer_params"])
+            body = legs.decode.replace("TRANSFER", relayed).replace("PROMPT", prompt)
+            given = _post(pulls.decode, body, legs.api)
+        _assert_pulled_right(pulls, traffic, 700, legs.api, body, given)
 
-    def test_legs_at_once_give_the_same_output(self, pulls: Pair) -> None:
+    @pytest.mark.parametrize("api", AT_ONCE)
+    def test_legs_at_once_give_the_same_output(self, pulls: Pair, api: str) -> None:
         """llm-d's sidecar, ``mooncake``: it asks P's bootstrap port, and ignores what P answers."""
-        prompt, bootstrap = (
-            make_prompt(LONG, "replayed at once"),
-            f"http://127.0.0.1:{bootstrap_port(pulls.prefill.spec)}",
-        )
+        legs, bootstrap = AT_ONCE[api], f"http://127.0.0.1:{bootstrap_port(pulls.prefill.spec)}"
         told = httpx.get(f"{bootstrap}/query", trust_env=False).json()
         names = {
-            "TRANSFER_ID": "xfer-ac99cb10-2e32-4756-a910-5e5e805e3c7d",
+            "TRANSFER_ID": f"xfer-ac99cb10-2e32-4756-a910-5e5e805e3c7d-{api}",
             "BOOTSTRAP": bootstrap,
             "ENGINE_ID": told["0"]["engine_id"],
-            "PROMPT": json.dumps(prompt),
+            "PROMPT": json.dumps(make_text(LONG, ("replayed at once", api))),
         }
-        for_p, for_d = AT_ONCE_P, AT_ONCE_D
+        for_p, for_d = legs.prefill, legs.decode
         for name, value in names.items():
             for_p, for_d = for_p.replace(name, value), for_d.replace(name, value)
         with pulls.traffic() as traffic, ThreadPoolExecutor(1) as threads:
-            prefill = threads.submit(_post, pulls.prefill, for_p, {"X-data-parallel-rank": "0"})
-            answer = _post(pulls.decode, for_d)
+            prefill = threads.submit(_post, pulls.prefill, for_p, api, {"X-data-parallel-rank": "0"})
+            given = _post(pulls.decode, for_d, api)
             prefill.result(timeout=60)
-        _assert_pulled_right(pulls, traffic, prompt, answer)
+        _assert_pulled_right(pulls, traffic, LONG, api, for_d, given)
         assert traffic.pulled("pulls_ahead") == 1
 
 
@@ -280,6 +280,14 @@ class TestVllmRouter:
                 assert traffic.source("external_kv_transfer") == len(prompt) - 1
                 assert traffic.failures() == 0
                 pulls.assert_right(completion, prompt)
+
+    @pytest.mark.parametrize("connector", ["nixl", "mooncake"])
+    def test_other_apis_give_the_same_outputs(
+        self, servers: dict[str, Server], pulls: Pair, tmp_path: Path, connector: str
+    ) -> None:
+        with _vllm_router(servers, connector, tmp_path) as router:
+            for api in CHATS_TOO:
+                _assert_answered_as_by_p(pulls, router.base_url, api, ("vllm-router", connector))
 
     def test_a_prefill_server_that_has_restarted_is_found(
         self, servers: dict[str, Server], pulls: Pair, cluster: Any, tmp_path: Path
@@ -308,14 +316,18 @@ class TestSmg:
         prompt = "".join(random.Random(f"smg {length}").choices(string.ascii_letters, k=length))
         body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": 16, "temperature": 0.0, "ignore_eos": True}
         with pulls.traffic() as traffic:
-            answer = httpx.post(f"{smg}/v1/completions", json=body, timeout=120, trust_env=False)
-        assert answer.status_code == 200, answer.text
-        assert answer.json()["usage"]["prompt_tokens"] == length
+            given = httpx.post(f"{smg}/v1/completions", json=body, timeout=120, trust_env=False)
+        assert given.status_code == 200, given.text
+        assert given.json()["usage"]["prompt_tokens"] == length
         assert traffic.source("external_kv_transfer") == length - 1
         assert traffic.failures() == 0
         assert (traffic.leases("granted"), traffic.leases("released")) == (1, 1)
         alone = _post(servers["D"], json.dumps(body | {"cache_salt": "alone"}))
-        assert answer.json()["choices"][0]["text"] == alone["choices"][0]["text"]
+        assert given.json()["choices"][0]["text"] == alone["choices"][0]["text"]
+
+    def test_other_apis_give_the_same_outputs(self, smg: str, pulls: Pair) -> None:
+        for api in CHATS_TOO:
+            _assert_answered_as_by_p(pulls, smg, api, "smg")
 
     @pytest.fixture
     def smg(self, servers: dict[str, Server], tmp_path: Path) -> Iterator[str]:
@@ -324,7 +336,7 @@ class TestSmg:
         address = f"http://127.0.0.1:{port}"
         words = [SMG, "launch", "--pd-disaggregation", "--backend", "vllm", "--policy", "round_robin"]
         words += ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics_port)]
-        with _running([*words, "--disable-tokenizer-autoload"], tmp_path / "smg.log") as alive:
+        with running([*words, "--disable-tokenizer-autoload"], tmp_path / "smg.log") as alive:
             workers = [
                 {"url": servers["P"].client.base_url, "worker_type": "prefill", "kv_connector": "NixlConnector"},
                 {"url": servers["D"].client.base_url, "worker_type": "decode"},
@@ -343,25 +355,9 @@ def _ready_workers(smg: str) -> int:
     return sum(worker["status"] == "ready" for worker in workers)
 
 
-@contextmanager
-def _running(command: list[str], log: Path) -> Iterator[Callable[[], bool]]:
-    """Run a router; yields what says whether it still runs, and fails with its log if it does not."""
-    with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) as process:
-
-        def alive() -> bool:
-            assert process.poll() is None, log.read_text()
-            return True
-
-        try:
-            yield alive
-        finally:
-            process.terminate()
-            process.wait(30)
-
-
-def _post(server: Server, body: str, headers: dict[str, str] | None = None) -> dict[str, Any]:
-    """Send a server a completion as it is, and return the answer."""
-    url, headers = f"{server.client.base_url}/v1/completions", {"Content-Type": "application/json", **(headers or {})}
+def _post(server: Server, body: str, api: str = "completions", headers: dict[str, str] | None = None) -> dict[str, Any]:
+    """Send a server a request as it is, and return the answer."""
+    url, headers = f"{server.client.base_url}/v1/{api}", {"Content-Type": "application/json", **(headers or {})}
     response = httpx.post(url, content=body, headers=headers, timeout=120, trust_env=False)
     assert response.status_code == 200, response.text
     answer: dict[str, Any] = response.json()
@@ -386,12 +382,30 @@ def _choices(url: str, body: dict[str, Any]) -> tuple[dict[int, dict[str, Any]],
     return choices, answers[-1]["usage"]
 
 
-def _assert_pulled_right(pulls: Pair, traffic: Traffic, prompt: list[int], answer: dict[str, Any]) -> None:
-    """D has pulled the prompt, and answered what it answers by itself."""
-    assert traffic.source("external_kv_transfer") == len(prompt) - 1
+def _assert_pulled_right(
+    pulls: Pair, traffic: Traffic, tokens: int, api: str, body: str, given: dict[str, Any]
+) -> None:
+    """D has pulled the prompt, and answered what P answers to the same body by itself."""
+    assert traffic.source("external_kv_transfer") == tokens - 1
     assert traffic.failures() == 0
     assert (traffic.leases("granted"), traffic.leases("released")) == (1, 1)
-    assert tuple(answer["choices"][0]["token_ids"]) == pulls.decode.client.compute(prompt).tokens
+    alone = _post(
+        pulls.prefill, json.dumps(json.loads(body) | {"kv_transfer_params": None, "cache_salt": "alone"}), api
+    )
+    assert text_of(api, given) == text_of(api, alone)
+    assert len(text_of(api, given)) >= TOKENS
+
+
+def _assert_answered_as_by_p(pulls: Pair, url: str, api: str, seed: object) -> None:
+    """Through a router, D has pulled prompts, and answered what P answers by itself, whole and in a stream."""
+    for stream in (False, True):
+        prompt = make_text(300, (seed, api, stream))
+        with pulls.traffic() as traffic:
+            text = answer(url, api, prompt, stream=stream)
+        assert traffic.source("external_kv_transfer") == len(prompt) - 1
+        assert (traffic.failures(), traffic.leases("granted"), traffic.leases("released")) == (0, 1, 1)
+        assert text == answer(pulls.prefill.client.base_url, api, prompt, stream=stream)
+        assert len(text) >= TOKENS
 
 
 def _told(usage: dict[str, Any]) -> dict[str, Any]:
@@ -413,7 +427,7 @@ def _vllm_router(servers: dict[str, Server], connector: str, directory: Path) ->
     words = [ROUTER, "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics_port)]
     words += ["--vllm-pd-disaggregation", "--kv-connector", connector, "--policy", "round_robin"]
     words += ["--prefill", prefill.client.base_url, *bootstrap, "--decode", servers["D"].client.base_url]
-    with _running(words, directory / "vllm-router.log") as alive:
+    with running(words, directory / "vllm-router.log") as alive:
         client = Client(f"http://127.0.0.1:{port}")
         try:
             until(lambda: alive() and client.is_healthy())

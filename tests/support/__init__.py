@@ -202,6 +202,7 @@ Real servers (``tests/e2e``):
     e2e.host_memory         what tests of servers with host memory have in common
     e2e.legs                both legs of a request at once, as a router sends them
     e2e.router_bodies       what routers send that cannot be run here
+    e2e.routers             routers as they come: their processes, and the APIs through which clients ask them
     e2e.fixtures            servers that are started once a deployment, as fixtures
     e2e.client              what a test asks of one server: completions and counters
     e2e.pair                a prefill and a decode server seen as one, and the books that must balance

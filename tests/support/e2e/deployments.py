@@ -8,7 +8,7 @@ import pytest
 from _pytest.mark.structures import ParameterSet
 
 from tests.support.e2e.cluster import BLOCK_SIZE, Layout, LoadFailurePolicy, ServerSpec, Sibling
-from tests.support.e2e.models import DEFAULT_MODEL, ModelSpec
+from tests.support.e2e.models import CHATS, DEFAULT_MODEL, ModelSpec
 from tests.support.process import free_ports
 
 #: Short enough for a test to wait for an expiry, long against everything that a request does on a busy machine.
@@ -331,9 +331,9 @@ _CONTROL_PORT, _BOOTSTRAP_PORT = free_ports(2)
 ROUTED = Deployment(
     "routed",
     (
-        ("P", _in_chunks(prefill(), port=_CONTROL_PORT, bootstrap_port=_BOOTSTRAP_PORT)),
-        ("P other", _in_chunks(prefill())),
-        ("D", _in_chunks(decode("fail"), "--enable-prompt-tokens-details")),
+        ("P", _in_chunks(prefill(), *CHATS, port=_CONTROL_PORT, bootstrap_port=_BOOTSTRAP_PORT)),
+        ("P other", _in_chunks(prefill(), *CHATS)),
+        ("D", _in_chunks(decode("fail"), "--enable-prompt-tokens-details", *CHATS)),
     ),
     slow=True,
 )

@@ -92,6 +92,8 @@ class ModelSpec:
 
 DEFAULT_MODEL = ModelSpec()
 ADAPTER_RANK = 8
+#: What makes chats of models without a template the text of their messages.
+CHATS = ("--chat-template", "{% for message in messages %}{{ message.content }}{% endfor %}")
 
 
 def write_model(directory: Path, spec: ModelSpec, environment: Mapping[str, str] | None = None) -> Path:
