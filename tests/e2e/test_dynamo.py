@@ -21,13 +21,14 @@ from tests.support.e2e.cluster import BLOCK_SIZE, KV_CACHE_BYTES, Server
 from tests.support.e2e.deployments import Deployment, on, peer
 from tests.support.e2e.models import CHATS
 from tests.support.e2e.pair import make_text
-from tests.support.e2e.routers import APIS, TOKENS, answer, running
+from tests.support.e2e.routers import APIS, answer, running
 from tests.support.process import free_ports
 from tests.support.waiting import until
 
 PYTHON = os.environ.get("PD_CONNECTOR_DYNAMO", "")
 #: The one server whose answers are expected.
 ALONE = Deployment("alone", (("alone", replace(peer(), arguments=CHATS)),), slow=True)
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _START_TIMEOUT_S = 600.0  # every process of a worker imports vLLM
 
 pytestmark = [
@@ -101,5 +102,7 @@ def test_every_api_is_pulled_and_answered_as_by_one_server(dynamo: Dynamo, serve
             expected.append((api, stream, prompt, text))
     assert dynamo.count("vllm:pd_pull_failures_total") == dynamo.count("vllm:pd_prompts_computed_total") == 0
     for api, stream, prompt, text in expected:
-        assert text == answer(servers["alone"].client.base_url, api, prompt, stream=stream), (api, stream)
-        assert len(text) >= TOKENS
+        alone = answer(servers["alone"].client.base_url, api, prompt, stream=stream)
+        # An answer may end within a character: Dynamo says so, vLLM not always.
+        assert text.rstrip(REPLACEMENT) == alone.rstrip(REPLACEMENT), (api, stream)
+        assert len(text) >= 16, "a token has at least a character"

@@ -26,7 +26,7 @@ from tests.support.e2e.deployments import ROUTED, bootstrap_port, on
 from tests.support.e2e.fixtures import Acquaintance, meet
 from tests.support.e2e.pair import Pair, Traffic, make_prompt, make_text, wait_until_at_rest
 from tests.support.e2e.router_bodies import AT_ONCE, IN_TURN
-from tests.support.e2e.routers import CHATS_TOO, TOKENS, answer, running, text_of
+from tests.support.e2e.routers import CHATS_TOO, answer, running, text_answered
 from tests.support.examples.harness import ProxyProcess
 from tests.support.examples.minimal import MinimalProxy
 from tests.support.process import free_ports
@@ -392,8 +392,8 @@ def _assert_pulled_right(
     alone = _post(
         pulls.prefill, json.dumps(json.loads(body) | {"kv_transfer_params": None, "cache_salt": "alone"}), api
     )
-    assert text_of(api, given) == text_of(api, alone)
-    assert len(text_of(api, given)) >= TOKENS
+    assert text_answered(api, given) == text_answered(api, alone)
+    assert len(text_answered(api, given)) >= 16, "a token has at least a character"
 
 
 def _assert_answered_as_by_p(pulls: Pair, url: str, api: str, seed: object) -> None:
@@ -405,7 +405,7 @@ def _assert_answered_as_by_p(pulls: Pair, url: str, api: str, seed: object) -> N
         assert traffic.source("external_kv_transfer") == len(prompt) - 1
         assert (traffic.failures(), traffic.leases("granted"), traffic.leases("released")) == (0, 1, 1)
         assert text == answer(pulls.prefill.client.base_url, api, prompt, stream=stream)
-        assert len(text) >= TOKENS
+        assert len(text) >= 16, "a token has at least a character"
 
 
 def _told(usage: dict[str, Any]) -> dict[str, Any]:

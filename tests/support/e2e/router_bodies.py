@@ -23,7 +23,7 @@ _CAPS = ("max_tokens", "max_completion_tokens", "min_tokens")
 
 
 @dataclass(frozen=True, slots=True)
-class Legs:
+class LegBodies:
     """What a router sends to P and to D."""
 
     prefill: str
@@ -45,13 +45,13 @@ def _through_go(value: Any) -> str:
     return json.dumps(whole(value), separators=(",", ":"))
 
 
-def _by_llm_d(api: str, caps: tuple[str, ...], for_p: dict[str, Any], for_d: object) -> Legs:
+def _by_llm_d(api: str, caps: tuple[str, ...], for_p: dict[str, Any], for_d: object) -> LegBodies:
     """Both legs of llm-d's sidecar, which sets ``caps`` to 1 for P."""
     asked = {"model": "tiny", **_ASKED[api]}
     prefill = asked | dict.fromkeys(caps, 1) | {"stream": False, "kv_transfer_params": for_p}
     bodies = (_through_go(body) for body in (prefill, asked | {"kv_transfer_params": for_d}))
     p, d = (body.replace('"PROMPT"', "PROMPT").replace('"TRANSFER"', "TRANSFER") for body in bodies)
-    return Legs(p, d, _through_go, api)
+    return LegBodies(p, d, _through_go, api)
 
 
 #: Of llm-d's sidecar, ``mooncake``, by API; P's has the header ``X-data-parallel-rank: 0``. P's leg of a response may
@@ -82,7 +82,7 @@ IN_TURN = {
         )
         for api in _ASKED
     },
-    "production-stack": Legs(
+    "production-stack": LegBodies(
         '{"model": "tiny", "prompt": PROMPT, "max_tokens": 1, "temperature": 0.0, "ignore_eos": true, "logprobs": 1, '
         '"return_token_ids": true, "kv_transfer_params": {"do_remote_decode": true, "do_remote_prefill": false, '
         '"remote_engine_id": null, "remote_block_ids": null, "remote_host": null, "remote_port": null}, '
@@ -91,7 +91,7 @@ IN_TURN = {
         '"logprobs": 1, "return_token_ids": true, "kv_transfer_params": TRANSFER}',
         lambda params: json.dumps(params | _HOST),
     ),
-    "AIBrix shfs": Legs(  # its JSON library keeps no order
+    "AIBrix shfs": LegBodies(  # its JSON library keeps no order
         '{"prompt":PROMPT,"stream":false,"max_completion_tokens":1,"logprobs":1,"kv_transfer_params":{"remote_host":null,'
         '"remote_port":null,"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'
         '"remote_block_ids":null},"model":"tiny","temperature":0,"ignore_eos":true,"return_token_ids":true,'

@@ -14,7 +14,7 @@ from tests.support.e2e.client import MODEL_NAME
 #: Paths below /v1.
 CHATS_TOO = ("chat/completions", "responses", "messages")
 APIS = ("completions", *CHATS_TOO)
-TOKENS = 16  # of an answer
+_TOKENS = 16  # of an answer
 
 
 @contextmanager
@@ -40,21 +40,21 @@ def answer(url: str, api: str, prompt: str, *, stream: bool = False) -> str:
     """Return the text of the greedy answer to a text, which is the whole chat where the API is for chats."""
     said = [{"role": "user", "content": prompt}]
     own: dict[str, dict[str, Any]] = {
-        "completions": {"prompt": prompt, "max_tokens": TOKENS, "ignore_eos": True},
-        "chat/completions": {"messages": said, "max_completion_tokens": TOKENS, "ignore_eos": True},
-        "responses": {"input": prompt, "max_output_tokens": TOKENS},
-        "messages": {"messages": said, "max_tokens": TOKENS},
+        "completions": {"prompt": prompt, "max_tokens": _TOKENS, "ignore_eos": True},
+        "chat/completions": {"messages": said, "max_completion_tokens": _TOKENS, "ignore_eos": True},
+        "responses": {"input": prompt, "max_output_tokens": _TOKENS},
+        "messages": {"messages": said, "max_tokens": _TOKENS},
     }
     body = {"model": MODEL_NAME, "temperature": 0.0, "stream": stream, **own[api]}
     response = httpx.post(f"{url}/v1/{api}", json=body, timeout=120, trust_env=False)
     assert response.status_code == 200, response.text
     if not stream:
-        return text_of(api, response.json())
+        return text_answered(api, response.json())
     events = (line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: {"))
     return "".join(_text_of_event(api, json.loads(event)) for event in events)
 
 
-def text_of(api: str, answer: dict[str, Any]) -> str:
+def text_answered(api: str, answer: dict[str, Any]) -> str:
     """The text of a whole answer."""
     if api == "completions":
         return str(answer["choices"][0]["text"])
