@@ -371,9 +371,9 @@ def _choices(url: str, body: dict[str, Any]) -> tuple[dict[int, dict[str, Any]],
     lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
     assert not body["stream"] or lines.pop() == "[DONE]", response.text
     answers = [json.loads(line) for line in lines]
-    assert len({answer["id"] for answer in answers}) == 1
+    assert len({each["id"] for each in answers}) == 1
     choices: dict[int, dict[str, Any]] = {}
-    for choice in (choice for answer in answers for choice in answer["choices"]):
+    for choice in (choice for each in answers for choice in each["choices"]):
         told = choices.setdefault(choice["index"], {"text": "", "token_logprobs": [], "text_offset": []})
         told["text"] += choice["text"]
         told["finish_reason"] = choice["finish_reason"]
