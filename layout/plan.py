@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from layout.compatibility import check_planes, check_states, check_windows
 from layout.context_parallel import WHOLE, SharedTokens, TokenSplit, shared_tokens, unit_of
-from layout.copies import Copies, Int64Array, apart, concatenate, merge_adjacent
+from layout.copies import EMPTY, Copies, Int64Array, apart, concatenate, merge_adjacent
 from layout.geometry import CacheGroup, Plane, WorkerGeometry, unit_rows
 from layout.sharding import Share, Source
 from layout.states import state_entries
@@ -168,20 +168,18 @@ class Plan:
         """Bytes in one state of every layer."""
         return sum(int(pattern.sizes.sum()) for pattern in self.states)
 
-    def instantiate_states(self, local: Sequence[BlockTable], remote: Sequence[BlockTable], tokens: int) -> Copies:
+    def instantiate_states(
+        self, local: Sequence[BlockTable], remote: Sequence[BlockTable], tokens: int, *, wants_last: bool = True
+    ) -> Copies:
         """Return the descriptors for the states of a request of ``tokens`` tokens that both sides' tables have.
 
-        The tables, one per cache group, begin with block 0.
+        The tables, one per cache group, begin with block 0. ``wants_last``: whether the local ones must have the last.
 
         Raises:
             PlanError: a table has no state after all tokens, or a block id does not exist on its side.
         """
-        return concatenate(
-            [
-                _instantiate_states(each, local[each.local.group], remote[each.remote.group], tokens)
-                for each in self.states
-            ]
-        )
+        tables = ((each, local[each.local.group], remote[each.remote.group]) for each in self.states)
+        return concatenate([_instantiate_states(*each, tokens, wants_last=wants_last) for each in tables])
 
     def lacking_states(
         self, local: Sequence[BlockTable], remote: Sequence[BlockTable], tokens: int
@@ -431,18 +429,20 @@ def _instantiate(
     return _spread(pattern, to, source)
 
 
-def _instantiate_states(pattern: _RunPattern, local: BlockTable, remote: BlockTable, tokens: int) -> Copies:
-    ours = _states_of(pattern.local, local, tokens, "local")
-    theirs = _states_of(pattern.remote, remote, tokens, "remote")
+def _instantiate_states(
+    pattern: _RunPattern, local: BlockTable, remote: BlockTable, tokens: int, *, wants_last: bool
+) -> Copies:
+    ours = _states_of(pattern.local, local, tokens, "local", wants_last=wants_last)
+    theirs = _states_of(pattern.remote, remote, tokens, "remote", wants_last=True)
     both = sorted(ours.keys() & theirs.keys())
     to, source = (np.array([held[position] for position in both], np.int64) for held in (ours, theirs))
-    return _spread(pattern, to, source)
+    return _spread(pattern, to, source) if both else EMPTY
 
 
-def _states_of(side: _UnitAddressing, table: BlockTable, tokens: int, name: str) -> dict[int, int]:
+def _states_of(side: _UnitAddressing, table: BlockTable, tokens: int, name: str, *, wants_last: bool) -> dict[int, int]:
     """Return the addresses of the states that a table has, by the number of tokens after which each is."""
     entries = state_entries(table.block_ids, side.state_tokens, tokens)
-    if tokens not in entries:
+    if wants_last and tokens not in entries:
         raise PlanError(f"the {name} block table has no state after {tokens} tokens, only after {sorted(entries)}")
     held = np.array(list(entries.values()), np.int64)
     _ids_at(table, held, side, name)

@@ -98,6 +98,10 @@ class PullOrder:
     complete_tokens: int = 0
     traceparent: str = ""  # of the request's trace; empty if it has none, or tracing is off
     prefixes_at: str = ""  # where this engine serves prefixes, which P is told; empty if it serves none
+    #: A lease may be pulled in two parts, each confirmed by itself: every rank is a reader for each of them. The second
+    #: part is of states at borders of blocks alone: those of which ``local_block_ids`` has blocks.
+    part: int = 0
+    parts: int = 1
 
 
 @dataclass(frozen=True)
@@ -195,11 +199,12 @@ class RankEnds:
 
     ranks: int
     failed: bool = False
-    lacks_states: bool = False  # the prefill engine did not have all states that were ordered
+    #: Of what was ordered, the states that the prefill engine does not have: cache groups and entries of their tables.
+    lacking_states: frozenset[tuple[int, int]] = frozenset()
 
     def __add__(self, other: "RankEnds") -> "RankEnds":
         ranks, failed = self.ranks + other.ranks, self.failed or other.failed
-        return RankEnds(ranks, failed, self.lacks_states or other.lacks_states)
+        return RankEnds(ranks, failed, self.lacking_states | other.lacking_states)
 
 
 @dataclass(frozen=True)
@@ -272,6 +277,7 @@ class Orders(msgspec.Struct, frozen=True):
     """The orders of a scheduler step, of one role or of all."""
 
     pulls: tuple[PullOrder, ...] = ()
+    borders: tuple[PullOrder, ...] = ()  # second parts of earlier pulls. ``request_id`` is that of the pull
     landings: tuple[PullOrder, ...] = ()  # to host memory: blocks are the host pool's, slot s is block s + 1
     #: To blocks of the device that no request has. ``request_id`` is that of the pull.
     prefixes: tuple[PullOrder, ...] = ()
@@ -331,7 +337,8 @@ class Report(msgspec.Struct, frozen=True, eq=False):
 
     stores: Mapping[int, StoreEnds] = {}  # by store id
     landings: Mapping[str, RankEnds] = {}  # by request id
-    prefixes: Mapping[str, RankEnds] = {}  # by the ids in their orders
+    prefixes: Mapping[str, RankEnds] = {}  # by the ids in their orders, as are the borders
+    borders: Mapping[str, RankEnds] = {}
     canaries: Mapping[str, CanaryEnds] = {}  # by request id
     fetches: Mapping[int, PoolEnds] = {}  # by pool id, as are the puts
     puts: Mapping[int, PoolEnds] = {}
@@ -340,8 +347,6 @@ class Report(msgspec.Struct, frozen=True, eq=False):
     #: Requests whose wait has ended in failure on a rank, if vLLM does not pass them on.
     failed: frozenset[str] = frozenset()
     steps: Mapping[int, int] = {}  # number of ranks that have computed each step that was asked
-    #: Of what was pulled, the states that the prefill engine does not have: requests, cache groups, entries of tables.
-    lacking_states: frozenset[tuple[str, int, int]] = frozenset()
 
     def __bool__(self) -> bool:
         return any(astuple(self))
@@ -351,7 +356,7 @@ class Report(msgspec.Struct, frozen=True, eq=False):
             return self
         summed = {
             name: _sums(getattr(self, name), getattr(other, name))
-            for name in ("stores", "landings", "prefixes", "canaries", "fetches", "puts")
+            for name in ("stores", "landings", "prefixes", "borders", "canaries", "fetches", "puts")
         }
         return Report(
             **summed,
@@ -359,7 +364,6 @@ class Report(msgspec.Struct, frozen=True, eq=False):
             handshakes={**self.handshakes, **other.handshakes},
             failed=self.failed | other.failed,
             steps=dict(Counter(self.steps) + Counter(other.steps)),
-            lacking_states=self.lacking_states | other.lacking_states,
         )
 
 

@@ -182,14 +182,12 @@ class ConnectorScheduler:
         leasing = next((role for role in self._roles if isinstance(role, Producer) and forgets), None)
         to_pull = None if leasing is None else leasing.tokens_to_pull
         # Siblings are asked about a request, too. They would look for what the device has, or load from keys on.
-        is_alone = not has_siblings()
-        pass_over = self._passed_over.pass_over if is_alone else _never
+        pass_over = _never if has_siblings() else self._passed_over.pass_over
         self._blocks.bind(kv_cache_manager, self._release_device_blocks, to_pull, self._device_was_reset, pass_over)
         check_cache_manager(self._vllm_config, self._blocks, self._retentions)
         if self._states:
-            look_ups = self._consumer.look_ups if self._consumer is not None and is_alone else None
-            may_lack_state = look_ups.may_lack_state if look_ups is not None and self.finds_longer_hits else _never
-            self._blocks.find_longer_hits(may_lack_state)
+            consumer = self._consumer if self.finds_longer_hits and not has_siblings() else None
+            self._blocks.find_longer_hits(_never if consumer is None else consumer.look_ups.may_lack_state)
         if self._config.serve_prefixes and not self._unshared:
             say_if_prompts_only(self._blocks.retention_interval, self._retentions)
         self._engine.find()
@@ -462,18 +460,21 @@ class ConnectorScheduler:
         )  # fmt: skip
 
     def _make_consumer(self, keys: ControlKeys | None, kv_cache_config: "KVCacheConfig") -> Consumer:
-        limits, queue_s = self._limits, self._config.queue_timeout_s
-        message_s = limits.handshake_timeout_s
+        limits, queue_s, message_s = self._limits, self._config.queue_timeout_s, self._limits.handshake_timeout_s
         client = ControlClient(keys=keys, allowed=AllowedPeers(self._config.allowed_peers))
         renewals = Renewals(client, message_s, queue_s, self._clock)
         subscriptions = Subscriptions(client, renewals, FollowLimits(message_s, queue_s), self._engine, self._clock)
-        ahead = PullsAhead(limits, self._demand)
         renewals.start()
         layers = [group.layer_names for group in kv_cache_config.kv_cache_groups]  # of the first pipeline stage
-        borders = BorderStates(self._blocks, self._retentions) if self._states else None
+        borders = BorderStates(self._blocks, self._retentions, self._workers.expected, self._store_state)
         return Consumer(
-            renewals, subscriptions, ahead, self._retentions, layers, self._canaries, self._prompts, borders
-        )
+            renewals, subscriptions, PullsAhead(limits, self._demand), self._retentions, layers, self._canaries,
+            self._prompts, borders,
+        )  # fmt: skip
+
+    def _store_state(self, *state: Any) -> None:
+        for tier in (role for role in self._roles if isinstance(role, HostTier)):
+            tier.store_state(*state)
 
     def _make_peer_prefixes(self, keys: ControlKeys | None) -> PeerPrefixes | None:
         if self._unshared:

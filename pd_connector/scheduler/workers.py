@@ -14,7 +14,7 @@ class Workers:
 
     def __init__(self, expected: int) -> None:
         """``expected``: number of workers of the engine."""
-        self._expected = expected
+        self.expected = expected
         self._arrived: dict[WorkerRanks, WorkerHandshake] = {}
         self._current: tuple[WorkerHandshake, ...] = ()
         #: Whether every worker's handshake has arrived, all of one generation.
@@ -31,7 +31,7 @@ class Workers:
             return ()
         self._arrived.update(handshakes)
         generations = {handshake.generation for handshake in self._arrived.values()}
-        self.known = len(self._arrived) >= self._expected and len(generations) == 1
+        self.known = len(self._arrived) >= self.expected and len(generations) == 1
         if not self.known:
             return ()
         in_order = tuple(self._arrived[ranks] for ranks in sorted(self._arrived))

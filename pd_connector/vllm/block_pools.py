@@ -301,24 +301,24 @@ class HostBlockPool:
         computed = min(request.num_computed_tokens + scheduled, request.num_tokens)
         return self._release.cacheable_tokens(self._coordinator, computed, group) // self.block_tokens[group]
 
-    def candidates(self, request: "Request", group: int, first: int, end: int) -> Iterator[Candidate | None]:
+    def candidates(
+        self, request: "Request", group: int, first: int, end: int, blocks: "Sequence[KVCacheBlock]" = ()
+    ) -> Iterator[Candidate | None]:
         """Yield a candidate for each of a request's blocks ``first`` to ``end`` (exclusive); None for one not to store.
 
-        When the iterator is exhausted, the blocks that host memory holds already become the most recently used ones.
+        In the end, those that host memory holds already become the most recently used. ``blocks``: if not its table's.
         """
-        blocks = self._device.get_blocks(request.request_id).blocks[group][first:end]
+        blocks = blocks or self._device.get_blocks(request.request_id).blocks[group][first:end]
         if group in self._states and any(block.is_null for block in blocks):
             blocks = self._pulled_states(request, group, first, blocks)
-        held = []
-        find = self._found.get
+        held, find = list[Any](), self._found.get
         told: list[BlockOfRun] = []
         for index, block in enumerate(blocks):
             key = block.block_hash
             host = None if key is None else find(key)
-            if block.is_null or key is None:
-                yield None
-            elif host is not None:
+            if host is not None:
                 held.append(host)
+            if block.is_null or key is None or host is not None:
                 yield None
             else:
                 if self._with_events and not told:

@@ -235,7 +235,6 @@ class CanaryPulls(WorkerRole):
             return Report()
         for end in self._pulls.take_ends():
             self._open[end.request_id].end = end
-        self._pulls.take_report()  # of what lacked states, as the ends say it here
         ended = {request_id: ends for request_id, each in self._open.items() if (ends := self._ends(each)) is not None}
         for request_id in ended:
             del self._open[request_id]

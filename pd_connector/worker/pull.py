@@ -26,6 +26,7 @@ from pd_connector.worker.pull_end import (
     Stopwatch,
     asks_to_wait,
     cancel_message,
+    got_no_further,
     release_message,
     verdict,
     why_ended,
@@ -104,8 +105,8 @@ class Pull:
 
     @property
     def tokens_left(self) -> int:
-        """How many tokens are still to be read, whether P has computed them or not."""
-        return self.order.end_token - self.prompt.read_until
+        """How many tokens are still to be read, whether P has computed them or not. States may take as long as all."""
+        return self.order.end_token - (0 if self.order.part else self.prompt.read_until)
 
     def run(self, connect: Callable[[float], Peer]) -> "Future[Followed] | None":
         """Read what can be read now. Then ask P for more, or, if that was all, whether the lease was valid throughout.
@@ -161,7 +162,7 @@ class Pull:
         """
         remaining_s = self._deadline - self._context.clock()
         if remaining_s <= 0:
-            raise self._got_no_further()
+            raise got_no_further(self.prompt.progress, self._reached[0], self._context.pull_timeout_s)
         wait_s = min(FOLLOW_WAIT_S, remaining_s)
         if self._context.clock() < self._may_ask_at:
             self._closing.wait(_FOLLOW_PAUSE_S)
@@ -354,7 +355,9 @@ class Pull:
             of_tokens = plans[rank].instantiate(local, remote, tokens.start, tokens.stop) if tokens else EMPTY
             if not (reads_states and plans[rank].states):
                 return of_tokens
-            return concatenate([of_tokens, plans[rank].instantiate_states(local, remote, end_token)])
+            wants_last = not self.order.part
+            of_states = plans[rank].instantiate_states(local, remote, end_token, wants_last=wants_last)
+            return concatenate([of_tokens, of_states])
 
         try:
             batches = for_each_rank(descriptors, list(plans))
@@ -437,22 +440,6 @@ class Pull:
         if reached != self._reached:
             self._reached, self._deadline = reached, self._context.clock() + self._context.pull_timeout_s
             self._may_ask_at = 0.0
-
-    def _got_no_further(self) -> PullFailed:
-        prompt, timeout_s = self.prompt.progress, self._context.pull_timeout_s
-        of = f"{prompt.remote.remote_num_tokens} prompt tokens"
-        if prompt.attempt:
-            return PullFailed(
-                Cause.PREEMPTED,
-                f"the prefill engine has preempted the prompt and started it over (attempt {prompt.attempt + 1}), and "
-                f"has not got beyond {self._reached[0]} of {of} for the pull timeout of {timeout_s} s: it lacks KV "
-                "blocks. Give it more memory or fewer requests at a time, or raise pull_timeout_s",
-            )
-        return PullFailed(
-            Cause.TIMEOUT,
-            f"the prefill engine has announced nothing new for the pull timeout of {timeout_s} s: its request is "
-            f"{str(prompt.state)!r}, {prompt.tokens} of {of} are computed",
-        )
 
     def _release_message(self) -> Release:
         return release_message(self.order, self._context.reader, self._context.readers, self._place)

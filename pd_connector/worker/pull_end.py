@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from layout.staging import Schedule
 from pd_connector.orders import Cause, PullOrder, cause_of
 from pd_connector.params import contents_digest
+from pd_connector.progress import Progress
 from pd_connector.stats import StatsRecorder
 from pd_connector.traces import Lap
 from transfer.control.failures import PeerRefused
@@ -38,6 +39,23 @@ class PullFailed(Exception):  # noqa: N818
         """Return the failure of a pull whose message to P ended with ``error``; ``had_time`` as for ``cause_of``."""
         cause = Cause.TIMEOUT if asks_to_wait(error) else cause_of(error, had_time=had_time)
         return cls(cause, str(error), is_unresponsive=cause not in (Cause.REFUSED, Cause.TIMEOUT))
+
+
+def got_no_further(prompt: Progress, reached: int, timeout_s: float) -> PullFailed:
+    """Return the failure of a pull whose prompt has not got beyond ``reached`` tokens for the pull timeout."""
+    of = f"{prompt.remote.remote_num_tokens} prompt tokens"
+    if prompt.attempt:
+        return PullFailed(
+            Cause.PREEMPTED,
+            f"the prefill engine has preempted the prompt and started it over (attempt {prompt.attempt + 1}), and has "
+            f"not got beyond {reached} of {of} for the pull timeout of {timeout_s} s: it lacks KV blocks. Give it more "
+            "memory or fewer requests at a time, or raise pull_timeout_s",
+        )
+    return PullFailed(
+        Cause.TIMEOUT,
+        f"the prefill engine has announced nothing new for the pull timeout of {timeout_s} s: its request is "
+        f"{str(prompt.state)!r}, {prompt.tokens} of {of} are computed",
+    )
 
 
 @dataclass(frozen=True)
@@ -72,15 +90,19 @@ class PullEnd:
             stats.count("pull_failures", label=self.cause)
             return
         stats.count("pulls")
-        stats.count("pull_bytes", self.copied_bytes)
-        stats.count("pull_bytes_from_host", self.host_bytes)
-        stats.count("pull_bytes_over_ipc", self.mapped_bytes)
-        stats.count("pull_descriptors", self.descriptors)
+        self.count_bytes(stats)
         stats.count("pull_tokens", self.tokens)
         stats.count("pulls_ahead", int(self.is_ahead))
         stats.count("pull_bytes_ahead", self.ahead_bytes)
         for phase, seconds in self.seconds.items():
             stats.observe(phase, seconds)
+
+    def count_bytes(self, stats: StatsRecorder) -> None:
+        """Record what was read, alone."""
+        stats.count("pull_bytes", self.copied_bytes)
+        stats.count("pull_bytes_from_host", self.host_bytes)
+        stats.count("pull_bytes_over_ipc", self.mapped_bytes)
+        stats.count("pull_descriptors", self.descriptors)
 
 
 @dataclass(frozen=True)
@@ -145,7 +167,7 @@ def cancel_message(order: PullOrder) -> Cancel:
 
 def release_message(order: PullOrder, reader: int, readers: int, place: str = Place.DEVICE) -> Release:
     """Return the message that ``reader`` sends when all reads of the pull have settled, successful or not."""
-    remote = order.remote
+    remote, reader, readers = order.remote, order.part * readers + reader, order.parts * readers
     return Release(
         remote.remote_engine_id, remote.lease_id, reader, readers, order.pull_id, contents_digest(remote), place,
         order.prefixes_at,

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from pd_connector.orders import Cause, Orders, PullOrder, RefuseOrder, Report
+from pd_connector.orders import Cause, Orders, PullOrder, RankEnds, RefuseOrder, Report
 from pd_connector.stats import StatsRecorder
 from pd_connector.traces import PullTrace
 from pd_connector.worker.peer import PeerAddress, PullContext
@@ -47,7 +47,8 @@ class Pulls(WorkerRole):
         open_session: OpenSession = PeerSession,
     ) -> None:
         self._ended: queue.SimpleQueue[AnyEnd] = queue.SimpleQueue()
-        self._quarantine = Quarantine(stats or StatsRecorder(), context.clock)
+        self._stats = stats or StatsRecorder()
+        self._quarantine = Quarantine(self._stats, context.clock)
         self._context = context
         self._open_session = open_session
         self._peer_idle_s = peer_idle_s
@@ -57,7 +58,8 @@ class Pulls(WorkerRole):
         self._retired: list[PeerSession] = []  # that finish their pulls, and get no more
         self._closing: list[PeerSession] = []
         self._outstanding: set[str] = set()
-        self._lacking_states: set[tuple[str, int, int]] = set()  # since the last report
+        self._borders: set[str] = set()  # those that are outstanding of which no request waits for the end
+        self._border_ends: dict[str, RankEnds] = {}  # since the last report
 
     def execute(self, orders: Orders) -> list[str]:
         """Start the pulls, and fail the requests that cannot be pulled."""
@@ -66,12 +68,13 @@ class Pulls(WorkerRole):
         for refusal in orders.refusals:
             self._outstanding.add(refusal.request_id)
             self._refuse(refusal, is_told=self._context.reader > 0)
-        for pull in orders.pulls:
+        self._borders |= {pull.request_id for pull in orders.borders}
+        for pull in (*orders.pulls, *orders.borders):
             self._submit(pull)
         return [order.request_id for order in orders.refusals] + [order.request_id for order in orders.pulls]
 
     def take_ends(self) -> list[PullEnd]:
-        """Return the pulls that have ended and settled since the last call, each exactly once.
+        """Return the pulls that have ended and settled since the last call, each exactly once. Borders are reported.
 
         Raises:
             UnsettledReadError: nothing proves that the reads of a pull write no more.
@@ -92,14 +95,30 @@ class Pulls(WorkerRole):
             else:
                 ends.append(end)
         ends += self._quarantine.take_settled()
-        ends = [end for end in ends if self._is_outstanding(end)]
-        self._lacking_states |= {(end.request_id, *state) for end in ends for state in end.lacking_states}
-        return ends
+        return [end for end in ends if self._is_outstanding(end) and not self._is_of_borders(end)]
 
     def take_report(self) -> Report:
-        """Return the states that were ordered, and that pulls have ended without."""
-        lacking, self._lacking_states = frozenset(self._lacking_states), set()
-        return Report(lacking_states=lacking)
+        """Return the pulls of borders that ``take_ends`` has found to have ended."""
+        ends, self._border_ends = self._border_ends, {}
+        return Report(borders=ends)
+
+    def abandoned(self) -> Report:
+        """Return the pulls of borders that have not ended, as failed, after ``join``."""
+        failed = dict.fromkeys(self._borders, RankEnds(1, failed=True))
+        self._outstanding -= self._borders
+        self._borders.clear()
+        return self.take_report() + Report(borders=failed)
+
+    def _is_of_borders(self, end: PullEnd) -> bool:
+        """Return whether a pull is of borders; note how it has ended if so. Nothing but later hits depends on it."""
+        if end.request_id not in self._borders:
+            return False
+        self._borders.discard(end.request_id)
+        self._border_ends[end.request_id] = RankEnds(1, bool(end.failure), end.lacking_states)
+        end.count_bytes(self._stats)
+        if end.failure:
+            logger.warning("PDConnector: states for later prefix hits were not pulled: %s", end.failure)
+        return True
 
     def _is_outstanding(self, end: PullEnd) -> bool:
         if end.request_id in self._outstanding:

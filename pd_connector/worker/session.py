@@ -277,7 +277,7 @@ class PeerSession:
             return None
         if time.monotonic() - self._waiting[waiting[0]] >= _PATIENCE_S:
             return waiting[0]
-        return min(waiting, key=lambda pull: (pull.is_ahead, pull.tokens_left))
+        return min(waiting, key=lambda pull: (pull.is_ahead or pull.order.part, pull.tokens_left))
 
     def _is_short(self, tokens: int) -> bool:
         return tokens <= max(_SHORT_TOKENS, _SHORT_SHARE * max(self._running.values(), default=0))

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from pd_connector.orders import Orders, PullOrder, RankEnds, Report
-from pd_connector.stats import StatsRecorder
-from pd_connector.worker.peer import PullContext
 from pd_connector.worker.pull_end import PullEnd
 from pd_connector.worker.pulls import Pulls
 
@@ -19,10 +17,6 @@ class UnawaitedPulls(Pulls, ABC):
 
     #: Their name in a step's ``Orders``, and that of their ends in a ``Report``.
     kind: ClassVar[Literal["landings", "prefixes"]]
-
-    def __init__(self, context: PullContext, peer_idle_s: float, stats: StatsRecorder) -> None:
-        super().__init__(context, peer_idle_s, stats)
-        self._stats = stats
 
     @abstractmethod
     def note(self, end: PullEnd) -> None:
@@ -47,8 +41,7 @@ class UnawaitedPulls(Pulls, ABC):
         ends = {}
         for end in super().take_ends():
             self.note(end)
-            ends[end.request_id] = RankEnds(1, bool(end.failure), bool(end.lacking_states))
-        super().take_report()  # of what lacked states, as the ends say it here
+            ends[end.request_id] = RankEnds(1, bool(end.failure), end.lacking_states)
         return self._report(ends)
 
     def abandoned(self) -> Report:

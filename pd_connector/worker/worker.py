@@ -188,10 +188,10 @@ class ConnectorWorker:
         for role in transfers:
             role.join()
             role.check_ended()
-            self._lost += role.abandoned()
         if self._host is not None:
             self._host.settle()
         self._settle_ends()
+        self._lost += sum((role.abandoned() for role in transfers), Report())
         self._arrivals.abandon()
         self._engine = None  # only now may the memory go: a call that has failed can be made again
         self._roles = [self._host] if self._host is not None else []

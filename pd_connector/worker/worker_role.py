@@ -120,6 +120,7 @@ def fail_transfers(orders: Orders, arrivals: Arrivals) -> Report:
     return Report(
         landings={request_id: RankEnds(1, failed=True) for request_id in landing},
         prefixes={find_id: RankEnds(1, failed=True) for find_id in prefixes},
+        borders={pull.request_id: RankEnds(1, failed=True) for pull in orders.borders},
         canaries={order.request_id: asleep for order in orders.canaries},
         fetches={order.pool_id: PoolEnds.nothing(order) for order in orders.fetches},
         puts={order.pool_id: PoolEnds.nothing(order) for order in orders.puts},

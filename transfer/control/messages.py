@@ -7,6 +7,8 @@ read its share, and learns whether the lease was still valid at that moment: onl
 will never read sends a cancel. P frees the blocks when all readers have released, when the lease is cancelled, or when
 it was not renewed for its time to live.
 
+What a worker needs later it may read in a second part, as another reader: the lease ends when both are released.
+
 D learns what to read by way of a router and a client. A release therefore carries a digest of what was read, which P
 compares with what it leased. If somebody altered the block ids or the prompt on the way, the pull fails: D never uses
 another request's blocks.

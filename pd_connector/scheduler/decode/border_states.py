@@ -2,10 +2,11 @@
 
 vLLM gives a request whose prompt is pulled a block for the state after all of its tokens. A prefix is found only where
 a state is, and only at the border of a block. So the state of a border before that is pulled as well, if the prefill
-engine has it, into a block of its own:
+engine has it, into a block of its own. The request does not need it: it is pulled when the request can go on, by
+another pull under the same lease.
 
-    taken --- all ranks have pulled it ---> found by prefix hits, in nobody's use
-       '------ a rank has not -------------> given back
+    taken --- the request's pull ends ---> being pulled --- all ranks have it ---> found by prefix hits, in nobody's use
+       '------ it fails, or nobody waits ---------'-------- a rank has not ------> given back
 
 Of which border depends on what vLLM will leave out of a hit (``DeviceBlocks.left_by_hits``). With drafts from hidden
 states that is a block, and a longer answer brings a later border within reach than a short one does: two are pulled, if
@@ -14,11 +15,14 @@ the prefill engine has both. What it has is known of prompts that are complete t
 Everything runs on the scheduler's thread.
 """
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+import uuid
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import lcm
 from typing import TYPE_CHECKING
 
+from pd_connector.orders import PullOrder, RankEnds
+from pd_connector.scheduler.scheduler_role import ended
 from pd_connector.vllm.cache_specs import Retention
 from pd_connector.vllm.device_blocks import DeviceBlocks
 
@@ -34,18 +38,31 @@ class _Border:
 
     request: "Request"
     places: "list[tuple[int, int, KVCacheBlock]]"  # cache group, entry of its table, block
+    order: PullOrder
     is_right: bool = True
-    lacking: set[tuple[int, int]] = field(default_factory=set)  # groups and entries that a rank has not pulled
+    ends: RankEnds = field(default_factory=lambda: RankEnds(0))
 
 
 class BorderStates:
     """Owns the blocks to which border states are being pulled."""
 
-    def __init__(self, blocks: DeviceBlocks, groups: Sequence[Retention]) -> None:
-        """``groups``: what vLLM keeps of a request in every cache group."""
+    def __init__(
+        self,
+        blocks: DeviceBlocks,
+        groups: Sequence[Retention],
+        ranks: int = 1,
+        note: "Callable[[Request, int, int, KVCacheBlock], None]" = lambda *_: None,
+    ) -> None:
+        """``groups``: what vLLM keeps of a request in every cache group. ``ranks``: of the engine.
+
+        ``note`` is called with every state that can be found from now on: request, cache group, entry, block.
+        """
         self._blocks = blocks
+        self._ranks = ranks
+        self._note = note
         self._groups = {number: kept for number, kept in enumerate(groups) if kept.states}
-        self._pulled: dict[str, _Border] = {}  # by request
+        self._taken: dict[str, _Border] = {}  # by request, whose pull is under way
+        self._pulled: dict[str, _Border] = {}  # by the id of their own pull
 
     def choose(self, tokens: range, held: Collection[int] | None) -> tuple[int, ...]:
         """Return after how many tokens the states are to be pulled beside those of a request that pulls ``tokens``.
@@ -73,52 +90,78 @@ class BorderStates:
                 return range(border, tokens.stop)
         return range(tokens.stop)
 
-    def add(self, request: "Request", block_ids: BlockTables, borders: Sequence[int]) -> BlockTables:
-        """Return the block tables of a request that is to be pulled, with blocks for its states at ``borders``.
+    def add(self, request: "Request", order: PullOrder, borders: Sequence[int]) -> PullOrder:
+        """Take blocks for a request's states at ``borders``; return the order of its pull, as the first part of two.
 
-        Not for those that this engine has. None if there is no room for all.
+        Not for those that this engine has. If there are none, or no room for all, the order stays as it is.
         """
         wanted = [
             (group, entry, kept.block_tokens)
             for border in borders
             for group, kept in self._groups.items()
-            if (entry := border // kept.block_tokens - 1) >= 0 and not block_ids[group][entry]
+            if (entry := border // kept.block_tokens - 1) >= 0 and not order.local_block_ids[group][entry]
         ]
         wanted = [each for each in wanted if self._blocks.found_state(request, *each) is None]
         if not wanted or not self._blocks.has_spare(len(wanted)):
-            return block_ids
+            return order
         taken = self._blocks.take(len(wanted))
         places = [(group, entry, block) for (group, entry, _), block in zip(wanted, taken, strict=True)]
-        self._pulled[request.request_id] = _Border(request, places)
-        tables = [list(ids) for ids in block_ids]
+        tables = [[0] * len(ids) for ids in order.local_block_ids]
         for group, entry, block in places:
             tables[group][entry] = int(block.block_id)
-        return tuple(map(tuple, tables))
+        pull_id = uuid.uuid4().hex
+        second = replace(
+            order, request_id=pull_id, pull_id=pull_id, local_block_ids=tuple(map(tuple, tables)),
+            first_token=order.end_token, part=1, parts=2, traceparent="",
+        )  # fmt: skip
+        self._taken[request.request_id] = _Border(request, places, second)
+        return replace(order, parts=2)
 
-    def lack(self, states: Collection[tuple[str, int, int]]) -> None:
-        """Note which states a rank has not pulled: requests, cache groups and entries of their tables."""
-        for request_id, group, entry in states:
-            if (border := self._pulled.get(request_id)) is not None:
-                border.lacking.add((group, entry))
+    def go_on(self, request_id: str, *, is_right: bool) -> tuple[PullOrder, bool] | None:
+        """Return the order for the border states of a request whose pull has ended on all ranks; None if it has none.
 
-    def end(self, request_id: str, *, is_right: bool) -> None:
-        """Let others find each border state of a request whose pull has ended on all ranks, if all have it."""
-        border = self._pulled.pop(request_id, None)
+        Returns:
+            The order, and whether it is to be carried out. If not, as what was pulled is not right, or no longer, the
+            blocks are given back, and nobody will release the lease for this part.
+        """
+        border = self._taken.pop(request_id, None)
         if border is None:
-            return
-        for group, entry, block in border.places:
-            if is_right and border.is_right and (group, entry) not in border.lacking:
-                self._blocks.publish_state(border.request, group, entry, self._groups[group].block_tokens, block)
-        self._blocks.give_back(tuple(block for *_, block in border.places))
+            return None
+        is_right = is_right and border.is_right
+        if is_right:
+            self._pulled[border.order.request_id] = border
+        else:
+            self._give_back(border)
+        return border.order, is_right
 
-    def forget_model(self) -> None:
-        """Publish nothing of what is under way: another model has computed it."""
-        for border in self._pulled.values():
+    def settled(self, ends: Mapping[str, RankEnds]) -> list[str]:
+        """Let others find each state that all ranks have pulled; return the pulls that have ended."""
+        done = ended(self._pulled, ends, self._ranks, "the pull of borders")
+        for border in done:
+            for group, entry, block in border.places:
+                is_here = not border.ends.failed and (group, entry) not in border.ends.lacking_states
+                if is_here and border.is_right:
+                    self._blocks.publish_state(border.request, group, entry, self._groups[group].block_tokens, block)
+                    self._note(border.request, group, entry, block)
+            self._give_back(border)
+        return [border.order.request_id for border in done]
+
+    def forget(self) -> None:
+        """Publish nothing of what is under way: it is no longer valid."""
+        for border in (*self._taken.values(), *self._pulled.values()):
             border.is_right = False
+
+    def _give_back(self, border: _Border) -> None:
+        self._blocks.give_back(tuple(block for *_, block in border.places))
 
     @property
     def request_ids(self) -> set[str]:
-        """The requests whose border states are being pulled."""
+        """The requests whose pulls are under way, and that have blocks for states at borders."""
+        return set(self._taken)
+
+    @property
+    def pull_ids(self) -> set[str]:
+        """The pulls of such states that are under way."""
         return set(self._pulled)
 
 

@@ -6,7 +6,7 @@ A request whose prompt a prefill engine holds, or will hold, passes through thes
        |--- is being computed there -------.      pulled ahead, as far as ``PullsAhead`` allows
        |--- is complete there              |
        v                                   v
-    waiting --- blocks allocated ------> pulling --- all ranks have settled ---> (forgotten)
+    waiting --- blocks allocated ------> pulling --- all ranks have settled ---> (forgotten), or states at borders next
        |                                   ^
        |--- nothing is missing ------------|---> lease cancelled, computed here
        |--- its engine is not proven -------|---> proving: computed here, and pulled as well (see ``canaries``)
@@ -46,6 +46,7 @@ from pd_connector.scheduler.decode.canaries import Canaries, Standing
 from pd_connector.scheduler.decode.computed_prompts import ComputedPrompts
 from pd_connector.scheduler.decode.legs import (
     Announced,
+    Bordering,
     Computed,
     Entry,
     Follower,
@@ -112,6 +113,7 @@ class Consumer(SchedulerRole):
         self.look_ups = LookUps(self._legs, subscriptions, self._canaries)
         self._used = SingleUse()  # by the legs that are announced, wait, pull or prove, except followers
         self._pulls: list[PullOrder] = []
+        self._border_orders: list[PullOrder] = []
         self._refusals: list[RefuseOrder] = []
         self._computed = ComputedPrompts(self._needed, retentions, self._is_untried)
 
@@ -199,8 +201,8 @@ class Consumer(SchedulerRole):
     def step_orders(self, scheduled: Mapping[str, int]) -> Orders:
         """Return the pulls and refusals since the last step."""
         self._subscriptions.ask_due()
-        orders = Orders(pulls=tuple(self._pulls), refusals=tuple(self._refusals))
-        self._pulls, self._refusals = [], []
+        orders = Orders(tuple(self._pulls), tuple(self._border_orders), refusals=tuple(self._refusals))
+        self._pulls, self._border_orders, self._refusals = [], [], []
         return orders
 
     def may_land(self, request: "Request") -> RemotePrefill | None:
@@ -248,17 +250,16 @@ class Consumer(SchedulerRole):
 
     def settled(self, request_ids: set[str], failed: set[str], report: Report) -> None:
         """Forget the pulls that all ranks have reported. The ranks have released the leases."""
-        for request_id in self._canaries.take_ended():
+        for request_id in (*self._canaries.take_ended(), *self._borders.settled(report.borders)):
             self._let_go(request_id)
-        self._borders.lack(report.lacking_states)
         for request_id in request_ids:
             pull = self._legs.get(request_id)
             if not isinstance(pull, Pulling):
                 continue
             self._ahead.end(request_id)
             self._subscriptions.forget(request_id)
+            self._pull_borders(request_id, is_right=request_id not in failed and not pull.has_left)
             self._let_go(request_id)
-            self._borders.end(request_id, is_right=request_id not in failed and not pull.has_left)
             if request_id in failed and not pull.has_left:
                 self._legs.put(request_id, Computed(pull.refused_for or ComputedHere.PULL))
 
@@ -307,9 +308,15 @@ class Consumer(SchedulerRole):
         stats.gauge("transfers_waiting", self._legs.number(Announced))
         stats.gauge("prompts_ahead", len(self._ahead))
 
-    def model_changed(self) -> None:
-        """Let nobody find states that are being pulled: another model has computed them."""
-        self._borders.forget_model()
+    @property
+    def wants_step(self) -> bool:
+        """Whether the engine must step even without requests, to learn that states at borders are here."""
+        return self._legs.number(Bordering) > 0
+
+    def reset(self) -> bool:
+        """Let nobody find states at borders that are being pulled: they are no longer valid."""
+        self._borders.forget()
+        return True
 
     def close(self) -> None:
         """Stop following transfers and renewing leases."""
@@ -327,6 +334,7 @@ class Consumer(SchedulerRole):
         assert announced == self._subscriptions.request_ids, "other transfers are followed than those announced"
         assert leased | announced <= self._used.request_ids <= held, "a lease in use is nobody's"
         assert self._borders.request_ids <= self._requests(Pulling), "blocks for states are lost"
+        assert self._borders.pull_ids == self._requests(Bordering), "a lease is kept for states that nobody pulls"
         self._used.check_integrity()
         self._ahead.check_integrity()
         self._subscriptions.check_integrity()
@@ -437,13 +445,27 @@ class Consumer(SchedulerRole):
             return
         assert isinstance(entry, RemotePrefill)
         self._renewals.start_reading(request_id)
-        behind = self._borders.from_state(request, tokens)
-        block_ids = self._borders.add(request, block_ids, self.borders(None if transfer_id else entry, behind))
         order = PullOrder(
             request_id, entry, block_ids, tokens.start, tokens.stop, uuid.uuid4().hex, transfer_id, complete_tokens,
             traceparent(request),
         )  # fmt: skip
-        self._pulls.append(order)
+        borders = self.borders(None if transfer_id else entry, self._borders.from_state(request, tokens))
+        self._pulls.append(self._borders.add(request, order, borders))
+
+    def _pull_borders(self, request_id: str, *, is_right: bool) -> None:
+        """Go on with the states at borders behind a request's pull, under its lease: they follow nobody else's.
+
+        Whoever follows the request waits for them, because without them nothing of the prompt is found.
+        """
+        order, goes_on = self._borders.go_on(request_id, is_right=is_right) or (None, False)
+        if order is not None and goes_on:
+            self._legs.put(order.request_id, Bordering(order.remote))
+            self._used.pass_on(request_id, order.request_id)
+            self._renewals.keep(order.request_id, order.remote)
+            self._renewals.start_reading(order.request_id)
+            self._border_orders.append(order)
+        elif order is not None:
+            self._renewals.cancel(order.remote)
 
     def _count_computed(self, cause: str) -> None:
         if cause:

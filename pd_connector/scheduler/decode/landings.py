@@ -236,6 +236,6 @@ class Landings(SchedulerRole):
             self._tier.loans.take_back(landing.hit.blocks)
         else:
             self.counts["landings", "landed"] += 1
-            borders = () if landing.ends.lacks_states else landing.borders
+            borders = () if landing.ends.lacking_states else landing.borders
             self._tier.landed(landing.request, landing.hit, landing.first_token, borders)
         self._tier.loans.take_back(landing.border_blocks)

@@ -89,13 +89,20 @@ class Proving:
 
 
 @dataclass(frozen=True, slots=True)
+class Bordering:
+    """What is left of a leg that was pulled: states at borders of blocks, named by their own pull. Nobody waits."""
+
+    remote: RemotePrefill
+
+
+@dataclass(frozen=True, slots=True)
 class Computed:
     """A decode leg that will be computed here."""
 
     cause: str
 
 
-Leg = Announced | Waiting | Pulling | Landing | Landed | Proving | Computed
+Leg = Announced | Waiting | Pulling | Landing | Landed | Proving | Bordering | Computed
 
 
 def lease(leg: Leg) -> RemotePrefill | None:
@@ -103,7 +110,7 @@ def lease(leg: Leg) -> RemotePrefill | None:
     match leg:
         case Waiting(RemotePrefill() as remote) | Pulling(RemotePrefill() as remote):
             return remote
-        case Landing(remote) | Proving(remote):
+        case Landing(remote) | Proving(remote) | Bordering(remote):
             return remote
     return None
 

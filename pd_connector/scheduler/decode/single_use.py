@@ -55,6 +55,10 @@ class SingleUse:
         self._keys[request_id] = key
         self._in_use[key] = prompt
 
+    def pass_on(self, request_id: str, successor: str) -> None:
+        """Let another name use what a request has used."""
+        self._keys[successor] = self._keys.pop(request_id)
+
     def let_go(self, request_id: str) -> None:
         """End a request's use, if it uses anything. Whoever comes with the same from now on is too late."""
         if (key := self._keys.pop(request_id, None)) is not None:

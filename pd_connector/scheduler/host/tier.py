@@ -195,6 +195,14 @@ class HostTier(SchedulerRole):
         self._withdraw(request.request_id)  # what it was offered before, which the hit covers
         self._landed.add(request, hit, first_token, borders)
 
+    def store_state(self, request: "Request", group: int, entry: int, block: "KVCacheBlock") -> None:
+        """Store a state of a request's prompt that others can find only now. In lazy mode, it is as vLLM evicts it."""
+        if self._mode == "eager":
+            found = self.pool.candidates(request, group, entry, entry + 1, (block,))
+            new = [each for each in found if each is not None and each.key not in self._storing][: self.pool.free]
+            self._storing |= dict.fromkeys(each.key for each in new)
+            self._chosen += self.pool.start_stores(new)
+
     # Steps
 
     def step_orders(self, scheduled: Mapping[str, int]) -> Orders:

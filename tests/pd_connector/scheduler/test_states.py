@@ -50,6 +50,12 @@ def pull(
     return decode
 
 
+def settle(world: World, engine: EngineSim) -> None:
+    """Step until nothing is under way there."""
+    while engine.side.wants_step():
+        world.step()
+
+
 @pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("mode", ["none", "align"])
 def test_all_but_the_last_token_is_pulled(world: World, mode: str, at_once: bool) -> None:
@@ -163,6 +169,7 @@ def test_the_states_of_those_borders_land_in_host_memory_as_well(world: World) -
 
 def test_the_state_of_a_border_that_was_pulled_to_the_device_is_stored_in_host_memory(world: World) -> None:
     decode = pull(world, "align", at_once=False, slots=60)
+    settle(world, decode)
     assert decode.scheduler.reset_prefix_cache()
     decode.ask(ClientRequest("longer", list(range(TOKENS + BLOCK)), 1))
     world.run(10.0)
@@ -172,6 +179,7 @@ def test_the_state_of_a_border_that_was_pulled_to_the_device_is_stored_in_host_m
 def test_so_is_that_of_a_prompt_of_whole_blocks(world: World) -> None:
     """Its last block has the state behind all its tokens then, and is not asked for by the same prompt."""
     decode = pull(world, "align", at_once=False, tokens=BORDER, slots=60)
+    settle(world, decode)
     assert decode.scheduler.reset_prefix_cache()
     decode.ask(ClientRequest("again", list(range(BORDER)), 1))
     world.run(10.0)

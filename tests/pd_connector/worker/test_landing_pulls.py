@@ -79,5 +79,6 @@ def test_a_landing_of_which_the_prefill_engine_lacks_a_state_says_so(hosts: list
         landings._outstanding.add(end.request_id)
         landings._ended.put(end)
     ends = landings.take_report().landings
-    assert ends == {"r": RankEnds(1, lacks_states=True), "s": RankEnds(1)}
-    assert ends["s"] + ends["r"] + ends["s"] == RankEnds(3, lacks_states=True)
+    lacking = frozenset({(1, 4)})
+    assert ends == {"r": RankEnds(1, lacking_states=lacking), "s": RankEnds(1)}
+    assert ends["s"] + ends["r"] + ends["s"] == RankEnds(3, lacking_states=lacking)

@@ -104,17 +104,6 @@ def test_where_the_system_has_no_thread_left_a_pull_fails_and_the_worker_goes_on
     assert (end.cause, end.reason) == (Cause.INTERNAL, "no pull can begin: can't start new thread")
 
 
-def test_the_states_that_pulls_have_ended_without_are_reported_once(site: Site) -> None:
-    (worker,) = site.decode()
-    pulls = site.add(Pulls(worker.context(), 600.0))
-    for end in (PullEnd("r", lacking_states=frozenset({(1, 4), (2, 4)})), PullEnd("s")):
-        pulls._outstanding.add(end.request_id)
-        pulls._ended.put(end)
-    assert _ids(pulls.take_ends()) == {"r", "s"}
-    assert pulls.take_report().lacking_states == {("r", 1, 4), ("r", 2, 4)}
-    assert not pulls.take_report()
-
-
 Decode = Callable[..., DecodeEngine]
 
 

@@ -112,6 +112,14 @@ def test_a_state_that_is_needed_and_not_there(monkeypatch: Any) -> None:
         )
 
 
+def test_states_at_borders_are_read_alone(monkeypatch: Any) -> None:
+    (plan,) = state_plans(ranks(MAMBA2, BASIC, monkeypatch)[0], ranks(MAMBA2, BASIC, monkeypatch)).values()
+    ours, theirs = [state_table({32: 1}, BASIC)], [state_table({32: 2, STATE_TOKENS: 3}, BASIC)]
+    assert plan.instantiate_states(ours, theirs, STATE_TOKENS, wants_last=False).total_bytes == plan.state_bytes
+    lacks = [state_table({STATE_TOKENS: 3}, BASIC)]
+    assert not len(plan.instantiate_states(ours, lacks, STATE_TOKENS, wants_last=False))
+
+
 def test_other_states_are_refused(monkeypatch: Any) -> None:
     here = ranks(MAMBA2, BASIC, monkeypatch)[0]
     wider = replace(MAMBA2, dtype=MAMBA2.conv_dtype)

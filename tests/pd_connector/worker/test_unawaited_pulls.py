@@ -1,12 +1,14 @@
-"""Pulls of prefixes on a worker: real reads into blocks of the device, and ends that go to the scheduler side."""
+"""Pulls on a worker for which no request waits: real reads into blocks of the device, and ends that are reported."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from pd_connector.orders import Orders, RankEnds, Report
 from pd_connector.stats import StatsRecorder
 from pd_connector.worker.pull_end import PullEnd
+from pd_connector.worker.pulls import Pulls
 from pd_connector.worker.unawaited_pulls import PrefixPulls
 from tests.support.connector.engines import OURS, PREFILL, THEIRS, DecodeWorker, Site, an_order
 from tests.support.engine.in_process import Fault
@@ -75,5 +77,38 @@ def test_what_lacked_states_is_said_by_how_it_ended_and_remembered_nowhere(pulle
     pulls = puller.prefixes
     pulls._outstanding.add("prefix")
     pulls._ended.put(PullEnd("prefix", lacking_states=frozenset({(1, 0)})))
-    assert puller.end().prefixes == {"prefix": RankEnds(1, lacks_states=True)}
-    assert not pulls._lacking_states
+    assert puller.end().prefixes == {"prefix": RankEnds(1, lacking_states=frozenset({(1, 0)}))}
+    assert not pulls.take_report()
+
+
+def test_no_request_waits_for_the_second_part_of_a_pull_whose_end_is_reported_once(site: Site) -> None:
+    (worker,) = site.decode()
+    pulls = site.add(Pulls(worker.context(), 600.0))
+    prefill = site.prefill()
+    first = replace(an_order("r", prefill.prefill("r", THEIRS), OURS), parts=2)
+    second = replace(first, request_id="b", pull_id="b", first_token=first.end_token, part=1)
+    assert pulls.execute(Orders(pulls=(first,), borders=(second,))) == ["r"]
+    ends = list[PullEnd]()
+    reports = list[Report]()
+
+    def have_both() -> bool:
+        ends.extend(pulls.take_ends())
+        reports.extend(filter(None, [pulls.take_report()]))
+        return bool(ends and reports)
+
+    until(have_both)
+    assert [(end.request_id, end.failure) for end in ends] == [("r", "")]
+    assert [report.borders for report in reports] == [{"b": RankEnds(1)}]
+    assert not prefill.service.leases.active
+    assert not pulls.take_report()
+    assert not pulls.abandoned()
+
+
+def test_the_second_part_is_lost_when_its_engine_goes_to_sleep(site: Site) -> None:
+    (worker,) = site.decode()
+    pulls = site.add(Pulls(worker.context(), 600.0))
+    order = replace(an_order("b", site.prefill().prefill("r", THEIRS), OURS, first=69), part=1, parts=2)
+    pulls.execute(Orders(borders=(order,)))
+    pulls.close()
+    assert pulls.abandoned().borders == {"b": RankEnds(1, failed=True)}
+    assert not pulls.abandoned()

@@ -81,7 +81,7 @@ def hold_conversation(recipe: Recipe, directory: Path) -> TwoTurns:
     checked = 0
     for reader, geometry in zip(readers, ours, strict=True):
         checked += _Receiver(reader, geometry, theirs, memories, known).follow(received)
-    pulls = [event for event in received if isinstance(event, PullOrder)]
+    pulls = [event for event in received if isinstance(event, PullOrder) and not event.part]
     assert [pull.end_token for pull in pulls] == [len(first) - 1, len(second) - 1]
     assert pulls[0].first_token == 0
     found = [computed[begins[1]].first, pulls[1].first_token]
@@ -137,7 +137,7 @@ class _Receiver:
         for source, plan in self._plans.items():
             for copies in (
                 plan.instantiate(ours, leased, order.first_token, order.end_token),
-                plan.instantiate_states(ours, leased, order.end_token),
+                plan.instantiate_states(ours, leased, order.end_token, wants_last=not order.part),
             ):
                 self._memory.receive(copies, [self._memories[source]])
         where, compared = f"D's rank {self._rank.tp_rank}, {order.request_id} prompt from {order.first_token} on", 0

@@ -23,7 +23,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from layout.geometry import WorkerGeometry
-from pd_connector.orders import PullOrder, Report, WorkerHandshake, block_table
+from pd_connector.orders import PullOrder, RankEnds, Report, WorkerHandshake, block_table
 from pd_connector.vllm.metadata import HandshakeMetadata, ReportMetadata
 from tests.support.ascend.recipe_oracle import RecipePrompt, kind_of
 from tests.support.ascend.recipe_ranks import RankCaches, our_config
@@ -57,7 +57,7 @@ class RecipeScheduler:
             lacks: of states at borders of blocks that are to be pulled, those that the prefill engine lacks.
         """
         self.events: list[Event] = []
-        self._lacks = lacks
+        self._lacks, self._workers = lacks, workers
         self._answers: dict[str, dict[str, Any] | None] = {}
         plans = [copy.deepcopy(rank.kv_cache_config) for rank in ranks if rank.tp_rank == 0]
         plan = generate_scheduler_kv_cache_config(plans)
@@ -94,7 +94,7 @@ class RecipeScheduler:
         output = self.scheduler.schedule()
         orders = output.kv_connector_metadata.orders
         assert not orders.refusals, orders.refusals
-        self.events += orders.pulls
+        self.events += orders.pulls + orders.borders
         ids, sampled = list(output.num_scheduled_tokens), []
         for name, number in output.num_scheduled_tokens.items():
             request = self.scheduler.requests[name]
@@ -110,9 +110,10 @@ class RecipeScheduler:
             kv_connector_worker_meta=ReportMetadata(
                 Report(
                     steps=dict.fromkeys(orders.steps, 1),
-                    lacking_states=frozenset(
-                        (order.request_id, *state) for order in orders.pulls for state in self._lacks(order)
-                    ),
+                    borders={
+                        order.request_id: RankEnds(len(self._workers), lacking_states=frozenset(self._lacks(order)))
+                        for order in orders.borders
+                    },
                 )
             ),
         )

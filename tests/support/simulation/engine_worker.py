@@ -34,6 +34,7 @@ class Ends:
     done: set[str]  # requests whose last part has
     failed: set[str]  # those of them of which a part has failed
     pulls: list[ScheduledPull]  # of these and of landings
+    borders: list[ScheduledPull]
     report: Report
 
 
@@ -48,6 +49,7 @@ class EngineWorker:
         self.pulled: dict[str, range] = {}  # tokens, by request
         self.landings: dict[str, ScheduledPull] = {}
         self.prefixes: dict[str, ScheduledPull] = {}
+        self.borders: dict[str, ScheduledPull] = {}
         self._copies: list[_Copy] = []
         self._refused: set[str] = set()
         self._arrivals = Arrivals()
@@ -67,6 +69,8 @@ class EngineWorker:
             self.landings[order.request_id] = self._pull(order, now, peer_of)
         for order in orders.prefixes:
             self.prefixes[order.request_id] = self._pull(order, now, peer_of)
+        for order in orders.borders:
+            self.borders[order.request_id] = self._pull(order, now, peer_of)
         copies: tuple[LoadOrder | StoreOrder, ...] = (*orders.loads, *orders.stores)
         self._copies += [_Copy(copy, now + self.copy_s, self._read(copy)) for copy in copies]
         for copy in copies:
@@ -88,11 +92,11 @@ class EngineWorker:
             self._arrivals.settle(request_id, failed=True)
         self._refused.clear()
         stores = self._end_copies(now)
-        pulls, landings, prefixes = self._end_pulls(now), self._end_landings(now), self._end_prefixes(now)
+        pulls, landings = self._end_pulls(now), self._end_landings(now)
+        prefixes, borders = self._end_others(self.prefixes, now), self._end_others(self.borders, now)
         done, failed = self._arrivals.take()
-        lacking = frozenset((pull.order.request_id, *state) for pull in pulls for state in pull.lacking_states)
-        report = Report(stores, _rank_ends(landings), _rank_ends(prefixes), lacking_states=lacking)
-        return Ends(done, failed, [*pulls, *landings], report)
+        report = Report(stores, _rank_ends(landings), _rank_ends(prefixes), _rank_ends(borders))
+        return Ends(done, failed, [*pulls, *landings], borders, report)
 
     def compute(self, table: list[int], stamps: list[int], first: int, end: int) -> int | None:
         """Write tokens ``first`` to ``end`` of a prompt; return the first one before them that is not there, if any."""
@@ -120,8 +124,8 @@ class EngineWorker:
             self.memories.host.update({(block - 1, offset): stamp for (block, offset), stamp in pull.read.items()})
         return ended
 
-    def _end_prefixes(self, now: float) -> list[ScheduledPull]:
-        ended = _ended(self.prefixes, now)
+    def _end_others(self, pulls: dict[str, ScheduledPull], now: float) -> list[ScheduledPull]:
+        ended = _ended(pulls, now)
         for pull in ended:
             self.memories.device.update(pull.read)
         return ended
@@ -158,8 +162,7 @@ class EngineWorker:
 
 def _rank_ends(pulls: Iterable[ScheduledPull]) -> dict[str, RankEnds]:
     return {
-        pull.order.request_id: RankEnds(1, failed=not pull.has_succeeded, lacks_states=bool(pull.lacking_states))
-        for pull in pulls
+        pull.order.request_id: RankEnds(1, not pull.has_succeeded, frozenset(pull.lacking_states)) for pull in pulls
     }
 
 

@@ -139,7 +139,10 @@ class ScheduledPull:
         self.was_ahead |= not self.prompt.is_complete
 
     def _read_states(self, place: Place) -> bool:
-        """Read the states that both sides' tables have, as late as may be; return whether the last is among them."""
+        """Read the states that both sides' tables have, as late as may be; return whether the last is among them.
+
+        Or was, in the first part of two.
+        """
         in_host, remote = place is Place.HOST, self.prompt.progress.remote
         source = self.peer.memories.host if in_host else self.peer.memories.device
         tables = self._slots if in_host else self.prompt.progress.tables
@@ -149,7 +152,7 @@ class ScheduledPull:
             local = block_table(self.order.local_block_ids[group]).block_ids
             ours = state_entries(local, self.state_tokens, self.order.end_token)
             theirs = state_entries(tables[group].block_ids, size, self.order.end_token)
-            if self.order.end_token not in ours.keys() & theirs.keys():
+            if not self.order.part and self.order.end_token not in ours.keys() & theirs.keys():
                 return False
             self.lacking_states |= {(group, ours[after]) for after in ours.keys() - theirs.keys()}
             for tokens in ours.keys() & theirs.keys():

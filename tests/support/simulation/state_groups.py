@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request
 
 from layout.geometry import CacheGroup, Plane, WorkerGeometry
-from pd_connector.orders import PullOrder
+from pd_connector.orders import Orders
 from tests.support.simulation.scheduler_pulls import BlockStamps, state_stamp
 
 #: vLLM's ways to keep states: one of each request, or also those at borders of blocks. Empty: the model has none.
@@ -111,9 +111,9 @@ class States:
             right = state_stamp(get_group_id(key), self._hashed[bytes(get_block_hash(key))])
             assert memory.get((place, 0)) == right, f"block {block.block_id} is found as a state that it does not hold"
 
-    def check_destinations(self, pool: BlockPool, pulls: Sequence[PullOrder]) -> None:
+    def check_destinations(self, pool: BlockPool, orders: Orders) -> None:
         """Raise AssertionError if a pull of states is to write where others may read, or to nobody's block."""
-        for order in pulls:
+        for order in (*orders.pulls, *orders.borders):
             for group in self._sizes:
                 for number in filter(None, order.local_block_ids[group]):
                     block = pool.blocks[number]

@@ -145,9 +145,9 @@ class World:
         self.clock.advance(seconds)
 
     def run(self, within_s: float, seconds: float = 0.05) -> None:
-        """Step until every request has ended, which takes less than ``within_s`` seconds of the clock."""
+        """Step until every request has ended, and what is pulled behind it: in less than ``within_s`` of the clock."""
         deadline = self.clock.now + within_s
-        while any(engine.requests for engine in self.engines.values()):
+        while any(engine.requests or engine.worker.borders for engine in self.engines.values()):
             assert self.clock.now < deadline, f"no progress: {[engine.state for engine in self.engines.values()]}"
             self.step(seconds)
 
@@ -374,12 +374,13 @@ class EngineSim:
         metadata = output.kv_connector_metadata
         assert isinstance(metadata, StepMetadata)
         self._failures.expect(metadata.orders.destinations)
-        self._states.check_destinations(self.scheduler.kv_cache_manager.block_pool, metadata.orders.pulls)
+        self._states.check_destinations(self.scheduler.kv_cache_manager.block_pool, metadata.orders)
         self.counts.update(str(order.cause) for order in metadata.orders.refusals)
         self.worker.start(metadata.orders, self.world.clock.now, self._peer_of)
         self.pooled.start(metadata.orders)
         ends = self.worker.take_ends(self.world.clock.now)
         self._count_pulls(ends.pulls)
+        self.counts.update("lacked states" for pull in ends.borders if pull.lacking_states)
         self.counts.update("landed" for landing in ends.report.landings.values() if not landing.failed)
         result = self._execute(output)
         report = ends.report + self.pooled.take_report() + Report(steps=dict.fromkeys(metadata.orders.steps, 1))
@@ -459,8 +460,6 @@ class EngineSim:
                 continue
             self.counts["pulled"] += 1
             self.pulled_tokens += pull.order.end_token - pull.order.first_token
-            if pull.lacking_states:
-                self.counts["lacked states"] += 1
             if pull.was_ahead:
                 self.counts["pulled ahead"] += 1
             if pull.was_in_host:

@@ -52,11 +52,12 @@ def sum_plane(
     Releases the GIL while it sums.
 
     Raises:
-        PlanError: ``first_token`` does not start a run, the table has no entry for a token, or the plane lacks a block.
+        PlanError: the first of the tokens, if there are any, does not start a run, the table has no entry for a token,
+            or the plane lacks a block.
     """
     run, of_row = run_tokens(plane), plane.tokens_per_row
     first, end = plane.tokens.before(np.array([first_token, end_token])).tolist()
-    if first % run:
+    if first % run and first < end:
         raise PlanError(f"checksums cover runs of {run} tokens and cannot start at token {first_token}")
     rows = replace(plane, tokens_per_row=1)
     sums = _sum_rows(rows, group_tokens // of_row, table, (first // of_row, -(-end // of_row)), run // of_row, read)

@@ -4,45 +4,86 @@ from typing import Any
 
 import pytest
 
+from pd_connector.orders import PullOrder, RankEnds
 from pd_connector.scheduler.decode.border_states import BorderStates
 from tests.support.connector.prompts_with_states import BLOCK, StateEngine
+from tests.support.connector.requests import a_remote
 from tests.support.releases import INSTALLED, module_needs
 
 if INSTALLED < (0, 30):
     module_needs((0, 30), "states of recurrent layers")
 
-Tables = tuple[tuple[int, ...], ...]
 TOKENS = 22  # of which 21 are pulled: the last border is after 20
+LEASE = a_remote(list(range(TOKENS)))
 
 
-def add(borders: BorderStates, request: Any, tables: Tables) -> Tables:
-    """The tables of a request that pulls all of its prompt but the last token, of which nobody says what is held."""
-    return borders.add(request, tables, borders.choose(range(request.num_prompt_tokens - 1), None))
+def add(borders: BorderStates, request: Any, tables: tuple[tuple[int, ...], ...]) -> PullOrder:
+    """The pull of all of a prompt but the last token, of which nobody says what is held."""
+    tokens = range(request.num_prompt_tokens - 1)
+    order = PullOrder(request.request_id, LEASE, tables, 0, tokens.stop, "pull")
+    return borders.add(request, order, borders.choose(tokens, None))
 
 
-@pytest.mark.parametrize("is_lacking", [False, True])
-@pytest.mark.parametrize("has_failed", [False, True])
-def test_a_border_state_is_found_if_it_has_arrived_on_every_rank(is_lacking: bool, has_failed: bool) -> None:
+def end(borders: BorderStates, *ends: RankEnds, request_id: str = "r") -> PullOrder:
+    """End the pull of a request well, and that of its states at borders, whose order is returned, on all ranks."""
+    order, goes_on = borders.go_on(request_id, is_right=True) or (None, False)
+    assert order is not None
+    assert goes_on
+    assert borders.pull_ids == {order.request_id}
+    for number, each in enumerate(ends or (RankEnds(1),), start=1):
+        assert borders.settled({order.request_id: each}) == [order.request_id] * (number == max(len(ends), 1))
+    assert not borders.request_ids | borders.pull_ids
+    return order
+
+
+@pytest.mark.parametrize("fault", ["", "lacking", "failed"])
+def test_a_border_state_is_found_if_it_has_arrived_on_every_rank(fault: str) -> None:
+    noted: list[Any] = []
+    engine = StateEngine()
+    borders = BorderStates(engine.blocks, engine.retentions, 2, lambda *state: noted.append(state))
+    request, free = engine.request("r", TOKENS), engine.blocks.free
+    own = engine.pull(request)
+    first = add(borders, request, own)
+    assert (first.local_block_ids, first.part, first.parts) == (own, 0, 2)
+    engine.arrived(request)
+    engine.manager.free(request)  # its end changes nothing
+    lacking = frozenset({(1, 4), (2, 4)} if fault == "lacking" else ())
+    second = end(borders, RankEnds(1), RankEnds(1, fault == "failed", lacking))
+    assert (second.first_token, second.end_token) == (first.end_token, first.end_token)
+    assert (second.part, second.parts) == (1, 2)
+    assert [[entry for entry, block in enumerate(table) if block] for table in second.local_block_ids] == [[], [4], [4]]
+    new = {block for table in second.local_block_ids for block in table if block}
+    assert len(new) == 2
+    assert not new & {block for table in own for block in table}
+    assert engine.blocks.free == free
+    assert [list(engine.blocks.found_states(request, group, BLOCK)) for group in (1, 2)] == [[] if fault else [4]] * 2
+    assert [state[1:3] for state in noted] == ([] if fault else [(1, 4), (2, 4)])
+    assert engine.found(engine.request("longer", TOKENS + 9)) == (0 if fault else 20)
+
+
+def test_before_that_it_is_not_found_and_its_block_is_nobody_elses() -> None:
     engine = StateEngine()
     borders = BorderStates(engine.blocks, engine.retentions)
     request, free = engine.request("r", TOKENS), engine.blocks.free
-    own = engine.pull(request)
-    tables = add(borders, request, own)
-    assert tables[0] == own[0]
-    assert [[entry for entry, block in enumerate(table) if block] for table in tables[1:]] == [[4, 5], [4, 5]]
-    new = {table[4] for table in tables[1:]}
-    assert len(new) == 2
-    assert not new & {block for table in own for block in table}
-    borders.lack({("r", group, 4) for group in (1, 2)} if is_lacking else ())
-    if not has_failed:
-        engine.arrived(request)
-    borders.end("r", is_right=not has_failed)
-    assert not borders.request_ids
+    add(borders, request, engine.pull(request))
+    engine.arrived(request)
+    assert borders.go_on("r", is_right=True)
+    assert not engine.blocks.found_states(request, 1, BLOCK)
     engine.manager.free(request)
+    assert engine.blocks.free == free - 2
+
+
+def test_it_is_not_pulled_behind_a_prompt_that_nobody_uses() -> None:
+    engine = StateEngine()
+    borders = BorderStates(engine.blocks, engine.retentions)
+    request, free = engine.request("r", TOKENS), engine.blocks.free
+    add(borders, request, engine.pull(request))
+    engine.manager.free(request)
+    order, goes_on = borders.go_on("r", is_right=False) or (None, True)
+    assert order is not None
+    assert not goes_on
+    assert not borders.request_ids | borders.pull_ids
     assert engine.blocks.free == free
-    is_found = not (is_lacking or has_failed)
-    assert all(bool(engine.blocks.found_states(request, group, BLOCK)) is is_found for group in (1, 2))
-    assert engine.found(engine.request("longer", TOKENS + 9)) == (20 if is_found else 0)
 
 
 @pytest.mark.parametrize("lacking", [3, 4])
@@ -51,12 +92,10 @@ def test_what_the_prefill_engine_has_is_found_though_it_lacks_another(lacking: i
     engine = StateEngine(drafts=True)
     borders = BorderStates(engine.blocks, engine.retentions)
     request = engine.request("r", TOKENS)
-    tables = add(borders, request, engine.pull(request))
-    assert [[entry for entry, block in enumerate(table) if block] for table in tables[1:]] == [[3, 4, 5], [3, 4, 5]]
-    borders.lack({("r", group, lacking) for group in (1, 2)})
-    borders.lack({("of another", 1, 3)})
+    add(borders, request, engine.pull(request))
     engine.arrived(request)
-    borders.end("r", is_right=True)
+    tables = end(borders, RankEnds(1, False, frozenset((group, lacking) for group in (1, 2)))).local_block_ids
+    assert [[entry for entry, block in enumerate(table) if block] for table in tables[1:]] == [[3, 4], [3, 4]]
     assert [list(engine.blocks.found_states(request, group, BLOCK)) for group in (1, 2)] == [[7 - lacking]] * 2
 
 
@@ -66,7 +105,7 @@ def test_nothing_is_pulled_beside_if_the_prompt_ends_at_a_border() -> None:
     borders = BorderStates(engine.blocks, engine.retentions)
     request = engine.request("r", 5 * BLOCK + 1)
     own = engine.pull(request)
-    assert add(borders, request, own) == own
+    assert add(borders, request, own).parts == 1
     engine.arrived(request)
     engine.manager.free(request)
     assert engine.found(engine.request("longer", TOKENS + 9)) == 5 * BLOCK
@@ -78,7 +117,7 @@ def test_a_state_that_is_here_already_is_not_pulled() -> None:
     engine.compute(before)
     engine.manager.free(before)
     tables = ((1, 2, 3, 4, 5, 6), *((0, 0, 0, 0, 0, block) for block in (7, 8)))
-    assert add(BorderStates(engine.blocks, engine.retentions), request, tables) == tables
+    assert add(BorderStates(engine.blocks, engine.retentions), request, tables).parts == 1
 
 
 def test_nor_without_prefixes_nor_below_a_border_nor_without_room() -> None:
@@ -86,17 +125,26 @@ def test_nor_without_prefixes_nor_below_a_border_nor_without_room() -> None:
     for engine, tokens in (*cases, (StateEngine(blocks=10), TOKENS)):
         request = engine.request("r", tokens)
         own = engine.pull(request)
-        assert add(BorderStates(engine.blocks, engine.retentions), request, own) == own
+        assert add(BorderStates(engine.blocks, engine.retentions), request, own).parts == 1
 
 
-def test_what_another_model_has_computed_is_not_found() -> None:
+@pytest.mark.parametrize("is_late", [False, True])
+def test_what_another_model_has_computed_is_not_found(is_late: bool) -> None:
     engine = StateEngine()
     borders = BorderStates(engine.blocks, engine.retentions)
-    request = engine.request("r", TOKENS)
+    request, free = engine.request("r", TOKENS), engine.blocks.free
     add(borders, request, engine.pull(request))
-    borders.forget_model()
-    borders.end("r", is_right=True)
+    engine.manager.free(request)
+    if not is_late:
+        borders.forget()
+    order, goes_on = borders.go_on("r", is_right=True) or (None, False)
+    assert order is not None
+    assert goes_on is is_late
+    if is_late:
+        borders.forget()
+        borders.settled({order.request_id: RankEnds(1)})
     assert not engine.blocks.found_states(request, 1, BLOCK)
+    assert engine.blocks.free == free
 
 
 @pytest.mark.parametrize("larger", [1, 2])
@@ -116,7 +164,8 @@ def test_the_next_turn_finds_the_prompt_up_to_the_state_that_was_pulled(tokens: 
         )
         add(borders, request, engine.pull(request))
         engine.arrived(request)
-        borders.end("r", is_right=True)
+        if borders.request_ids:
+            end(borders)
         engine.answer(request, next_turn.prompt_token_ids[tokens : tokens + answer])
         engine.manager.free(request)
         unit = larger * BLOCK

@@ -59,7 +59,7 @@ class LandingOfStates:
     def end(self, request: Any, *, failed: bool = False, lacks_states: bool = False) -> None:
         """All ranks report. The last one has something to say, if any has."""
         for is_last in (False, True):
-            ends = RankEnds(1, failed and is_last, lacks_states and is_last)
+            ends = RankEnds(1, failed and is_last, frozenset({(1, 4)} if lacks_states and is_last else ()))
             for role in self.roles:
                 role.settled(set(), set(), Report(landings={request.request_id: ends}))
             self.check()

@@ -285,6 +285,10 @@ def test_nothing_has_no_sums(plane: Plane) -> None:
     assert sum_plane(plane, 32, BlockTable.of([]), 0, 0).totals.tolist() == [[[0]]]
 
 
+def test_nor_have_no_tokens_wherever_they_begin(plane: Plane) -> None:
+    assert not sum_plane(plane, 32, BlockTable.of([-1]), 21, 21).totals.any()
+
+
 @pytest.mark.parametrize(
     ("ids", "first", "end", "words"),
     [
