@@ -125,9 +125,16 @@ def check_computes_prompts(vllm_config: "VllmConfig") -> None:
         if type(impl).__name__ == "AscendMLAImpl" and getattr(getattr(impl, "q_proj", None), "weight", impl) is None:
             raise UnsupportedError(
                 f"enable_mlapo: vllm-ascend has dropped weights of {name} with which prompts are computed, as it does "
-                f"on decode engines of at most 1024 max_num_batched_tokens. {_COMPUTES}: it would end. Add "
-                "'mlapo_keep_prefill_weights': true to additional_config, which takes memory, or 'enable_mlapo': false"
+                f"on decode engines of at most 1024 max_num_batched_tokens. {_COMPUTES}: it would end. Add {_keeping()}"
             )
+
+
+def _keeping() -> str:
+    """Return the options with which the loaded vllm-ascend drops no weights."""
+    options = getattr(sys.modules.get("vllm_ascend.ascend_config"), "AscendConfig", None)
+    if hasattr(options, "mlapo_keep_prefill_weights"):  # since vllm-ascend 0.30
+        return "'mlapo_keep_prefill_weights': true to additional_config, which takes memory, or 'enable_mlapo': false"
+    return "'enable_mlapo': false to additional_config"
 
 
 def _ranks_apart(vllm_config: "VllmConfig") -> str:

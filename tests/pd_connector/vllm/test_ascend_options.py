@@ -196,10 +196,22 @@ def test_a_cache_that_prompts_are_not_written_to_is_refused(on_a5: bool) -> None
         check_computes_prompts(engine)
 
 
-def test_a_decode_engine_that_has_dropped_the_weights_for_prompts_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("options", "way_out"),
+    [
+        ({"mlapo_keep_prefill_weights": False}, "Add 'mlapo_keep_prefill_weights': true"),
+        ({}, "Add 'enable_mlapo': false"),  # of vllm-ascend 0.23
+    ],
+    ids=["with the option", "without"],
+)
+def test_a_decode_engine_that_has_dropped_the_weights_for_prompts_is_refused(
+    options: dict[str, bool], way_out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = SimpleNamespace(AscendConfig=SimpleNamespace(**options))
+    monkeypatch.setitem(sys.modules, "vllm_ascend.ascend_config", loaded)
     check_computes_prompts(a_model("AscendMLAImpl", object()))
     check_computes_prompts(a_model("AscendSFAImpl", None))  # computes prompts with others
-    with pytest.raises(UnsupportedError, match=r"layers\.0\.attn .*'mlapo_keep_prefill_weights': true"):
+    with pytest.raises(UnsupportedError, match=rf"layers\.0\.attn .*{way_out}"):
         check_computes_prompts(a_model("AscendMLAImpl", None))
 
 
