@@ -77,6 +77,8 @@ Real vllm-ascend on simulated NPUs (``tests/ascend_sim``):
     ascend.faulty_operators  an engine whose attention operators treat caches of all layers together wrongly
     ascend.recipes          vllm-ascend's prefill/decode recipes, and the options that vLLM takes of them
     ascend.recipe_models    tiny configurations of what they serve
+    ascend.recipe_weights   what their checkpoints say of how weights are quantised
+    ascend.recipe_releases  what vllm-ascend's releases have otherwise, of what engines are made with
     ascend.recipe_groups    a process that stands for any rank of their engines
     ascend.recipe_runner    a worker's layers and model runner, as far as KV caches need them
     ascend.recipe_ranks     the KV caches of each rank, by vllm-ascend's own code

@@ -42,8 +42,7 @@ class Books:
         self._tokens = tokens
         self._prefixes = bool(config.cache_config.enable_prefix_caching)
         self._manager = KVCacheManager(
-            plan, max_model_len=config.model_config.max_model_len, scheduler_block_size=block, hash_block_size=hashed,
-            max_in_flight_tokens=_STEP, enable_caching=self._prefixes,
+            plan, config.model_config.max_model_len, block, hashed, _STEP, enable_caching=self._prefixes,
             dcp_world_size=config.parallel_config.decode_context_parallel_size,
         )  # fmt: skip
         self._blocks, self._prompts = DeviceBlocks(), Prompts()

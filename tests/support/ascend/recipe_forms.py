@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from tests.support.ascend.recipe_memory import tensors_of
-from tests.support.ascend.recipe_oracle import specs_by_layer
+from tests.support.ascend.recipe_oracle import specs_by_layer, tokens_of_row
 from tests.support.ascend.recipe_ranks import RankCaches
 
 _VERSIONS = {"deepseek_v4": "V4", "deepseek_v41": "V41"}
@@ -52,7 +52,7 @@ def _form(spec: Any, version: str) -> str:
         return version
     plain = "(fp8)" if getattr(spec, "dtype", None) == torch.float8_e4m3fn else ""
     if kind == "AscendMLAAttentionSpec":
-        return "P" if spec.cache_sparse_sfa_c8 else "M" if spec.tokens_per_state == 1 else "K"
+        return "P" if spec.cache_sparse_sfa_c8 else "M" if tokens_of_row(spec) == 1 else "K"
     if kind == "AscendSFAIndexerCacheSpec":
         return "I+s" if spec.scale_dim else f"I{plain}"
     return {"FullAttentionSpec": f"G{plain}", "AscendIndexerKPoolTailSpec": "T", "MambaSpec": "S"}.get(kind, kind)
@@ -71,7 +71,7 @@ def _check_shapes(rank: RankCaches, form: str, layer: str, spec: Any) -> None:
         expected = [(blocks, spec.block_size, 1, spec.head_size)]
     else:
         copies = getattr(spec, "sfa_dcp_replicated_indexer_size", 1)
-        rows = spec.block_size // spec.tokens_per_state * blocks * copies
+        rows = spec.block_size // tokens_of_row(spec) * blocks * copies
         per_block = shapes[0][1]
         heads = [spec.num_kv_heads] if len(shapes[0]) == 4 else []
         widths = _widths(letter, spec, text)

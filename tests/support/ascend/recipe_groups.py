@@ -93,6 +93,7 @@ def become_rank(parallel: Any, tp_rank: int, pp_rank: int) -> None:
     }
     for name, group in groups.items():
         setattr(parallel_state, name, group)
+    torch.distributed.get_rank = lambda group: group.rank()
     parallel_state._NODE_COUNT = 1
     everyone = Group(dp_size * tp_size, tp_rank)
     for name in ("_MC2", "_MLP_TP", "_OTP", "_LMTP", "_EMBED_TP", "_P_TP", "_DYNAMIC_EPLB"):

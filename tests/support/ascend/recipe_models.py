@@ -8,11 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
 
+from tokenizers import Tokenizer, models
+
+from tests.support.ascend.recipe_weights import Config, quantised_weights
 from tests.support.ascend.recipes import Recipe, RecipeSide
 
-Config: TypeAlias = dict[str, Any]
 _VOCABULARY = 512
 _HIDDEN = 256
 #: Divided by every TP x DP of the recipes.
@@ -41,7 +42,15 @@ def write_models(directory: Path, recipe: Recipe, side: RecipeSide) -> TinyModel
     """Write what a recipe's side serves to a directory."""
     family = family_of(recipe)
     stages = _STAGES[recipe.p.partition] if recipe.p.partition else (_LAYERS.get(family, 4),)
-    target = _write(directory / "target", _MODELS[family](sum(stages)))
+    config = _MODELS[family](sum(stages))
+    if side.options["quantization"] == "mxfp8":
+        config["quantization_config"] = {"quant_method": "mxfp8", "ignored_layers": ["lm_head"]}
+    target = _write(directory / "target", config)
+    if family == "deepseek_v41":
+        _write_tokenizer(target)
+    if side.options["quantization"] == "ascend":
+        described = json.dumps(quantised_weights(recipe, family, config))
+        (target / "quant_model_description.json").write_text(described)
     draft = None
     if side.draft.get("method") == "eagle3":
         draft = _write(directory / "draft", _eagle3(recipe))
@@ -58,6 +67,13 @@ def _write(directory: Path, config: Config) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
     return directory
+
+
+def _write_tokenizer(directory: Path) -> None:
+    """A word a token: a table (Engram) is looked up by words."""
+    words = {f"word{number}": number for number in range(_VOCABULARY)}
+    Tokenizer(models.WordLevel(words, unk_token="word0")).save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
 
 
 def _shared(architecture: str, model_type: str, layers: int) -> Config:
@@ -147,12 +163,14 @@ def _kimi_k25(layers: int) -> Config:
 _INDEXER: Config = {"index_topk": 64, "index_head_dim": 128, "index_n_heads": 64}
 
 
+_YARN: Config = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 2048,
+    "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
+}  # fmt: skip
+
+
 def _deepseek_v32(layers: int) -> Config:
-    rope = {
-        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 2048,
-        "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
-    }  # fmt: skip
-    return _mla("DeepseekV32ForCausalLM", "deepseek_v32", layers) | _INDEXER | {"rope_parameters": rope}
+    return _mla("DeepseekV32ForCausalLM", "deepseek_v32", layers) | _INDEXER | {"rope_parameters": _YARN}
 
 
 def _glm_moe_dsa(layers: int) -> Config:
@@ -254,7 +272,9 @@ def _glm5_next(layers: int) -> Config:
 def _deepseek_v41(layers: int) -> Config:
     own = {
         "compress_ratios": [0, *([2] * (layers - 1))], "kv_source_layer_ids": [1, 4, 7],
-        "index_source_layer_ids": [1, 4, 7], "engram_layer_ids": [], "candidate_source_layer_id": 1,
+        "index_source_layer_ids": [1, 4, 7], "engram_layer_ids": [1], "engram_num_embeddings": [1092],
+        "engram_max_ngram_size": 4, "engram_vocab_size": 64, "engram_n_heads": 4, "engram_head_dim": 32,
+        "engram_pad_token_id": 0, "engram_compressed_vocab_size": _VOCABULARY, "candidate_source_layer_id": 1,
         "candidate_topk_blocks": 8, "candidate_block_size": 64,
     }  # fmt: skip
     text = _deepseek_v4(layers) | own | {"model_type": "deepseek_v41_text", "num_nextn_predict_layers": 3}
@@ -303,7 +323,7 @@ def _eagle3(recipe: Recipe) -> Config:
     """Attention by head, or MLA, which Kimi's drafts are published with as well."""
     own = {"draft_vocab_size": _VOCABULARY}
     if recipe.name.startswith("kimi-k26"):
-        return _mla("Eagle3DeepseekV2ForCausalLM", "deepseek_v2", 1) | own
+        return _mla("Eagle3DeepseekV2ForCausalLM", "deepseek_v2", 1) | own | {"rope_parameters": _YARN}
     heads = 64 if recipe.name.startswith("kimi") else 8
     return _shared("LlamaForCausalLMEagle3", "llama", 1) | {
         "num_attention_heads": 64, "num_key_value_heads": heads, "head_dim": 128,

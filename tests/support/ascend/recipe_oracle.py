@@ -49,6 +49,11 @@ def kind_of(spec: Any) -> str:
     return "window" if name in _WINDOWS else "tokens"
 
 
+def tokens_of_row(spec: Any) -> int:
+    """For how many tokens a row stands."""
+    return int(getattr(spec, "tokens_per_state", 1))  # since vLLM 0.30
+
+
 def prompt_tokens(engines: Sequence[RankCaches]) -> int:
     """A number of tokens that fills whole blocks of every group of tokens on every engine, at least three."""
     sizes = [
@@ -117,7 +122,7 @@ class RecipePrompt:
                 elif kind_of(spec) == "ring":
                     yield from _ring_places(memory, f"{layer}/{self.tokens}", tensors, int(table.block_ids[0]))
                 else:
-                    size = int(spec.tokens_per_state)
+                    size = tokens_of_row(spec)
                     yield from _row_places(
                         rank, memory, layer, spec, tensors, table, range(self.first // size, self.tokens // size)
                     )

@@ -17,16 +17,16 @@ _TOKENS = (
 _DRAFTS = (["I", "M"], ["I+s", "P"], ["G", "S"], ["K", "M", "S", "T"], ["V4"])
 #: Those of models for which a checkpoint of its own drafts (EAGLE-3), by keys and values of heads, on both sides.
 _DRAFTS_EAGLE3 = (["G"], ["M"])
-#: What the page of a recipe lacks, whichever the connector.
-_KEPT = "D: `mlapo_keep_prefill_weights`"
-_ALIKE = "D: `enable_prefill_mc2`"
-_ALSO = {
-    "glm52-a3": "P: `--kv-cache-dtype int8`",
-    "dsv4-pro-a2": "P: `--block-size 128`",
-    "kimi-k26-a3": _KEPT,
-    **dict.fromkeys(("dsv31-a3", "kimi-k25-a3"), f"{_KEPT}, `enable_prefill_mc2`"),
-    **dict.fromkeys(("dsv31-950", "dsv4-flash-a3-dspark", "dsv4-pro-a3-dspark", "dsv41-flash-a3"), _ALIKE),
+_KEPT, _ALIKE = "mlapo_keep_prefill_weights", "enable_prefill_mc2"
+#: Options of vllm-ascend that D lacks on the page of a recipe to compute prompts, in the order in which it is told
+#: (dsv31-950: without cann_ops_transformer). ``test_recipes`` holds them to what vllm-ascend does.
+FOR_PROMPTS = {
+    "kimi-k26-a3": (_KEPT,),
+    **dict.fromkeys(("dsv31-a3", "kimi-k25-a3"), (_ALIKE, _KEPT)),
+    **dict.fromkeys(("dsv31-950", "dsv4-flash-a3-dspark", "dsv4-pro-a3-dspark", "dsv41-flash-a3"), (_ALIKE,)),
 }
+#: What else a page lacks, whichever the connector.
+_ALSO = {"glm52-a3": "P: `--kv-cache-dtype int8`", "dsv4-pro-a2": "P: `--block-size 128`"}
 _MOVED = "move `fuse_muls_add`"
 
 
@@ -73,6 +73,8 @@ def _shape(side: RecipeSide) -> str:
 def _also(recipe: Recipe) -> Iterator[str]:
     if recipe.name in _ALSO:
         yield _ALSO[recipe.name]
+    if lacking := sorted(FOR_PROMPTS.get(recipe.name, ()), reverse=True):
+        yield "D: " + ", ".join(f"`{name}`" for name in lacking)
     if any("fuse_muls_add" in (side.options.get("additional_config") or {}) for side in (recipe.p, recipe.d)):
         yield _MOVED
 

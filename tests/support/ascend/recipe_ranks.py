@@ -12,18 +12,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.config import vllm as config_module
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
-from vllm.v1.attention.backends.utils import record_kv_cache_layout, resolve_kv_cache_layout
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 from tests.support.ascend.recipe_models import TinyModels, write_models
+from tests.support.ascend.recipe_releases import choose_layout, record_layout
 from tests.support.ascend.recipe_runner import Worker
 from tests.support.ascend.recipes import EngineSide, Recipe, RecipeSide
 
@@ -40,6 +41,7 @@ class RankCaches:
     kv_caches: dict[str, Any]
     tp_rank: int
     pp_rank: int
+    model: torch.nn.Module  # without weights
 
 
 def make_ranks(
@@ -65,31 +67,31 @@ def make_ranks(
     # The tiny models' embeddings do not reach as far as a recipe's prompts.
     _become_environment(engine.environment | partition | {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"})
     firsts = [Worker(engine_config(engine, models), 0, pp_rank) for pp_rank in range(engine.pp)]
-    plans = _plan(firsts)
+    plans, layout = _plan(firsts)
     for pp_rank, first in enumerate(firsts):
         for tp_rank in range(1 if first_of_stage else engine.tp):
             worker = Worker(engine_config(engine, models), tp_rank, pp_rank)
             assert worker.specs() == first.specs(), "the ranks of a stage state other caches"
             plan = copy.deepcopy(plans[pp_rank])
-            record_kv_cache_layout(worker.vllm_config.cache_config, plan.kv_cache_layout)
-            yield RankCaches(worker.vllm_config, plan, worker.allocate(plan), tp_rank, pp_rank)
+            record_layout(worker.vllm_config, layout)
+            yield RankCaches(worker.vllm_config, plan, worker.allocate(plan), tp_rank, pp_rank, worker.model[0])
 
 
-def _plan(workers: list[Worker]) -> list[KVCacheConfig]:
-    """Plan the caches of each pipeline stage as vLLM's engine core does."""
+def _plan(workers: list[Worker]) -> tuple[list[KVCacheConfig], str]:
+    """Plan the caches of each pipeline stage as vLLM's engine core does, and choose their layout."""
     config = workers[0].vllm_config
     register_all_kvcache_specs(config)
     specs: list[dict[str, KVCacheSpec]] = [worker.specs() for worker in workers]
     layouts = [worker.layouts() for worker in workers]
-    layout = resolve_kv_cache_layout(config, layouts, [spec for each in specs for spec in each.values()])
+    layout = choose_layout(config, layouts, [spec for each in specs for spec in each.values()])
     for worker in workers:
-        record_kv_cache_layout(worker.vllm_config.cache_config, layout.name)
+        record_layout(worker.vllm_config, layout)
     # The pool is far too small for a prompt of max_model_len.
     kv_cache_utils._check_enough_kv_cache_memory = lambda *_: None
     plans: list[KVCacheConfig] = kv_cache_utils.get_kv_cache_configs(config, specs, [_ROOM] * len(workers))
     for plan in plans:
-        plan.kv_cache_layout = layout.name
-    return plans
+        plan.kv_cache_layout = layout
+    return plans, layout
 
 
 def engine_config(engine: RecipeSide, models: TinyModels) -> VllmConfig:

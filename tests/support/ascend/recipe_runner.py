@@ -17,15 +17,14 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype, set_default_torch_dtype
 from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder
-from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
 from vllm.v1.worker.utils import prepare_kernel_block_sizes
 from vllm_ascend.ascend_config import get_ascend_config, init_ascend_config
 from vllm_ascend.ops import rotary_embedding
-from vllm_ascend.ops.fused_moe import fused_moe
 from vllm_ascend.spec_decode.eagle_proposer import AscendEagleProposer
-from vllm_ascend.utils import adapt_patch, enable_sfa, enable_sfa_dcp_replicated_indexer, register_ascend_customop
+from vllm_ascend.utils import adapt_patch, enable_sfa_dcp_replicated_indexer, register_ascend_customop
 
 from tests.support.ascend.recipe_groups import become_rank
+from tests.support.ascend.recipe_releases import is_sparse, let_models_be_made_alone, make_caches, supported_layouts
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -44,7 +43,7 @@ class Worker:
         adapt_patch()
         register_ascend_customop(vllm_config)
         init_ascend_config(vllm_config)
-        fused_moe.setup_moe_comm_method = lambda _: None  # experts that never talk to each other
+        let_models_be_made_alone()
         # Tables of the first rotary embedding, which cannot be made of one without columns, and no step reads.
         rotary_embedding._record_cos_and_sin_cache_interleaved = lambda *_: None
         with set_current_vllm_config(vllm_config), set_default_torch_dtype(vllm_config.model_config.dtype):
@@ -60,8 +59,7 @@ class Worker:
 
     def layouts(self) -> list[str]:
         """The names of the KV cache layouts that all its attention backends know."""
-        backends = get_current_attn_backends(self.vllm_config)
-        return [layout.name for layout in get_supported_kv_cache_layouts(backends)]
+        return supported_layouts(get_current_attn_backends(self.vllm_config))
 
     def layers(self) -> dict[str, Any]:
         """The layers that have caches, by name."""
@@ -106,11 +104,12 @@ class Worker:
         runner.shared_kv_cache_layers, runner.runner_only_attn_layers = {}, set()
         runner.kv_caches, runner.attn_groups = [], []
         runner.use_compress = hasattr(config.model_config.hf_config, "compress_ratios")
-        runner.use_sparse = enable_sfa(config)
+        runner.use_sparse = is_sparse(config)
         runner.enable_sparse_sfa_c8 = config.cache_config.cache_dtype in {"fp8", "int8"}
-        runner.enable_sparse_li_c8 = config.attention_config.indexer_kv_dtype in {"fp8", "int8"}
+        of_indexer = getattr(config.attention_config, "indexer_kv_dtype", "auto")
+        runner.enable_sparse_li_c8 = of_indexer in {"fp8", "int8"}
         if runner.enable_sparse_li_c8:
-            kind = kv_cache_dtype_str_to_dtype(config.attention_config.indexer_kv_dtype, config.model_config)
+            kind = kv_cache_dtype_str_to_dtype(of_indexer, config.model_config)
             runner.c8_k_cache_dtype = kind
             runner.c8_k_scale_cache_dtype = torch.float32 if kind == torch.float8_e4m3fn else torch.float16
         if runner.enable_sparse_sfa_c8:
@@ -118,8 +117,8 @@ class Worker:
         runner.dcp_size, runner.dcp_rank = get_dcp_group().world_size, get_dcp_group().rank_in_group
         runner.sfa_dcp_replicated_indexer_size = runner.dcp_size if enable_sfa_dcp_replicated_indexer() else 1
         runner.ascend_config = get_ascend_config()
-        runner.sparse_kv_offload_config = runner.ascend_config.sparse_kv_offload_config
-        runner.sparse_kv_offload_enabled = runner.sparse_kv_offload_config.enabled
+        runner.sparse_kv_offload_config = getattr(runner.ascend_config, "sparse_kv_offload_config", None)
+        runner.sparse_kv_offload_enabled = getattr(runner.sparse_kv_offload_config, "enabled", False)
         runner.tp_rank = get_tp_group().rank_in_group
         runner._check_and_update_cudagraph_mode = lambda *_: None
         runner.calculate_reorder_batch_threshold = lambda: None
@@ -133,8 +132,7 @@ def _allocate(runner: Any, kv_cache_config: "KVCacheConfig") -> Any:
     runner.initialize_attn_backend(kv_cache_config)
     runner.use_hybrid_blocks = len(runner.attn_groups) > 1
     sizes = prepare_kernel_block_sizes(kv_cache_config, runner.attn_groups)
-    runner.kernel_block_sizes = sizes
-    return runner.initialize_kv_cache_tensors(kv_cache_config, kernel_block_sizes=sizes)
+    return make_caches(runner, kv_cache_config, sizes)
 
 
 class _SecondRunner:

@@ -1,13 +1,16 @@
 """What is asked of a recipe's engines, in a process of their own (``recipe_process``); all returns are JSON."""
 
 import importlib
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from vllm.config import set_current_vllm_config
+from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 from vllm_ascend import ascend_forward_context, utils
@@ -58,19 +61,30 @@ def make_engines(recipe: Recipe, directory: Path) -> dict[str, list[str]]:
                 check_supported(rank.vllm_config)
                 check_ascend_options(rank.vllm_config)
             _check_places(rank)
+            _check_quantised(rank)
             forms |= set(forms_of(rank))
         found[side] = sorted(forms)
     return found
 
 
-def ranks_that_compute(recipe: Recipe, directory: Path) -> str:
-    """Why D's data-parallel ranks would wait for each other while one computes a prompt; empty if they would not."""
-    return _refusal(recipe, directory)
+def mixed_indexers(recipe: Recipe, directory: Path) -> dict[str, Any]:
+    """The same of a checkpoint that leaves the indexers of two layers as they are: what is held and done with both."""
+    mixed = replace(recipe, whole_indexers=frozenset({1, 3}))
+    for side in SIDES:
+        for rank in make_ranks(mixed, side, directory, first_of_stage=True):
+            assert forms_of(rank) == {"I", "I+s", "P"}, forms_of(rank)
+    return asdict(hold_conversation(mixed, directory)) | asdict(run_prompt(mixed, directory))
 
 
-def ranks_that_compute_alike(recipe: Recipe, directory: Path) -> str:
-    """The same with the option that the connector names."""
-    return _refusal(_with_option(recipe, {"enable_prefill_mc2": True}), directory)
+def options_for_prompts(recipe: Recipe, directory: Path) -> list[str]:
+    """The options that D lacks to compute prompts, one after another, each as the connector names it."""
+    added: dict[str, bool] = {}
+    while refusal := _refusal(_with_option(recipe, added), directory):
+        named = re.search(r"'(\w+)': (true|false)", refusal)
+        assert named is not None, refusal
+        assert named[1] not in added, refusal
+        added[named[1]] = named[2] == "true"
+    return list(added)
 
 
 def _with_option(recipe: Recipe, more: Mapping[str, Any]) -> Recipe:
@@ -83,13 +97,18 @@ def _with_option(recipe: Recipe, more: Mapping[str, Any]) -> Recipe:
 
 def _refusal(recipe: Recipe, directory: Path) -> str:
     """What the connector says of a loaded model, with the numbers that vllm-ascend's model runner has set before."""
-    config = next(make_ranks(recipe, "D", directory, first_of_stage=True)).vllm_config
+    rank = next(make_ranks(recipe, "D", directory, first_of_stage=True))
+    config = rank.vllm_config
     experts = SimpleNamespace(world_size=config.parallel_config.world_size_across_dp)
     ascend_forward_context.get_ep_group = lambda: experts  # there is one process
     drafts = config.speculative_config.num_speculative_tokens if config.speculative_config else 0
+    ascend_forward_context._mc2_tokens_capacity = None  # of the engine before
     with set_current_vllm_config(config):
         ascend_forward_context.set_mc2_tokens_capacity(config, config.scheduler_config.max_num_seqs, 1 + drafts)
         utils.set_potential_max_tokens(config)
+        for name, module in rank.model.named_modules():
+            if name.endswith(".self_attn"):
+                process_weights_after_loading(module, config.model_config, torch.device("npu:0"))
         try:
             check_computes_prompts(config)
         except UnsupportedError as error:
@@ -110,6 +129,13 @@ def run_workers(recipe: Recipe, directory: Path) -> dict[str, int]:
 def refusal_as_printed(recipe: Recipe, directory: Path) -> str:
     """What D logs when it is to pull from P, which lacks what the recipe's page leaves out."""
     return refusal(as_printed(recipe), directory)
+
+
+def _check_quantised(rank: RankCaches) -> None:
+    """Linear layers are quantised, and all experts: the description has the names that vllm-ascend looks up."""
+    methods = {type(getattr(module, "quant_method", None)).__name__ for module in rank.model.modules()}
+    assert "AscendLinearMethod" in methods, methods
+    assert "AscendUnquantizedFusedMoEMethod" not in methods, methods
 
 
 def _check_places(rank: RankCaches) -> None:

@@ -87,7 +87,10 @@ class RecipeSide:
             "max_num_batched_tokens": int(given["max_num_batched_tokens"]),
             "additional_config": _corrected(given.get("additional_config") or {}),
         }
-        same = ("block_size", "kv_cache_dtype", "cp_kv_cache_interleave_size", "dtype", "hf_overrides")
+        same = (
+            "quantization", "block_size", "kv_cache_dtype", "cp_kv_cache_interleave_size", "dtype", "hf_overrides",
+            "long_prefill_token_threshold",
+        )  # fmt: skip
         arguments |= {name: given[name] for name in same if name in given}
         switches = {
             "prefix_caching": "enable_prefix_caching",
@@ -99,6 +102,9 @@ class RecipeSide:
             arguments["attention_config"] = {"indexer_kv_dtype": given["indexer_kv_dtype"]}
         if "hybrid_kv_cache_manager" in given:
             arguments["disable_hybrid_kv_cache_manager"] = False
+        if "--engram-config" in given.get("other_flags", {}):
+            # The simulated runtime does not publish host memory to the device.
+            arguments["engram_config"] = {"cpu_offload": False}
         if "compilation_config" in given:
             arguments["compilation_config"] = dict(given["compilation_config"])
         return arguments
@@ -140,6 +146,7 @@ class Recipe:
     forms: dict[EngineSide, list[str]]  # of each side's caches, in the letters of ``recipe_forms``
     p: RecipeSide
     d: RecipeSide
+    whole_indexers: frozenset[int] = frozenset()  # layers whose indexer the checkpoint does not quantise
 
     def side(self, side: EngineSide) -> RecipeSide:
         """One of its engines."""

@@ -63,6 +63,14 @@ def npu_prefetch(x: Tensor, dependency: Tensor | None, max_size: int, offset: in
 
 
 @npu_operator
+def npu_format_cast(
+    x: Tensor, acl_format: int, *, customize_dtype: int | None = None, input_dtype: int | None = None
+) -> Tensor:
+    """A copy in the order as it is: no kernel here reads what has a format of the device's own."""
+    return x.clone()
+
+
+@npu_operator
 def npu_top_k_top_p(logits: Tensor, p: Tensor | None = None, k: Tensor | None = None) -> Tensor:
     ordered, index = logits.sort(-1, descending=False)
     if k is not None:
