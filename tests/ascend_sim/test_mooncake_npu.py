@@ -16,6 +16,7 @@ from tests.support.ascend import mooncake_peer
 from tests.support.ascend.mooncake_peer import build_adxl
 from tests.support.ascend.paths import ROOT_OF_PROJECT, mooncake_npu_directory
 from tests.support.ascend.servers import simulated_environment
+from tests.support.store.mooncake_processes import MooncakeProcesses
 
 COMMAND = [sys.executable, "-m", mooncake_peer.__name__]
 
@@ -42,6 +43,24 @@ def serve(environment: dict[str, str], *pool_registers: str) -> "subprocess.Pope
 def peer_of(serving: "subprocess.Popen[str]") -> str:
     assert serving.stdout is not None
     return next(line.removeprefix("PEER ") for line in serving.stdout if line.startswith("PEER "))
+
+
+def test_the_pool_works_beside_the_transport(environment: dict[str, str], tmp_path: Path) -> None:
+    """In one process: device memory over the transport for Ascend, and the connector's own pool over TCP."""
+    processes = MooncakeProcesses(tmp_path, 64 << 20)
+    serving = serve(environment)
+    try:
+        done = subprocess.run(
+            [*COMMAND, "read", peer_of(serving), str(processes.address)],
+            capture_output=True, text=True, timeout=120, check=False, env=environment, cwd=ROOT_OF_PROJECT,
+        )  # fmt: skip
+    finally:
+        serving.communicate("", timeout=60)
+        processes.close()
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["equal"]
+    assert found["pooled"]
 
 
 @pytest.mark.parametrize(

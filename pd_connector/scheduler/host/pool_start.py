@@ -82,7 +82,7 @@ def open_shared_pool(
     )  # fmt: skip
     contents = contents_of(first)
     return SharedPool(
-        tier.pool, tier.loans, forms, groups, len(handshakes), lambda: f"{contents} {hashes.hashing}", rate,
+        tier, forms, groups, len(handshakes), lambda: f"{contents} {hashes.hashing}", rate,
         StoreThread("pd-pool-look-up", partial(MooncakeStore, parse_address(config.pool), 0), clock), clock,
     )  # fmt: skip
 

@@ -5,12 +5,12 @@ A prompt that is computed here passes through these states, each at most once:
     asked for --- the pool holds more ---> fetching to free slots --- all ranks have ---> found in host memory
         '--- it holds no more, or computing would be faster -----------'--- some blocks were gone ---> fewer are found
 
-And a block that host memory has come to hold: remembered, pinned while it is copied, put. Puts are few at a time, the
-end of a prompt first, so that it is evicted from the pool first; what waits for too long is left out. What the pool has
-not kept is put once more: a full one refuses a part of most puts, and makes room meanwhile.
+And a block that host memory has come to hold: remembered, pinned while it is copied, put. Puts are few at a time; what
+waits for too long is left out. What the pool has not kept is put once more: a full one refuses a part of most puts, and
+makes room meanwhile.
 
-A pool that fails is not asked for a while. All that is lost then is time that was granted anyway. Everything runs on
-the scheduler's thread, but the look-ups.
+A pool that fails is not asked for a while, and nobody waits for it while something is overdue. All that is lost then is
+time that was granted anyway. Everything runs on the scheduler's thread, but the look-ups.
 """
 
 import hashlib
@@ -18,6 +18,7 @@ import logging
 import math
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -30,13 +31,14 @@ from layout.block_objects import ObjectForm
 from pd_connector.orders import Orders, PoolEnds, PoolOrder, Report
 from pd_connector.params import is_decode_leg
 from pd_connector.scheduler.compute_rate import ComputeRate
-from pd_connector.scheduler.host.loans import HostLoans
 from pd_connector.scheduler.host.pool_lookups import longest_prefix
+from pd_connector.scheduler.host.put_queue import PutQueue
+from pd_connector.scheduler.host.tier import HostTier
 from pd_connector.scheduler.prefix_queue import PrefixQueue
 from pd_connector.scheduler.scheduler_role import SchedulerRole, ended
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.block_events import group_and_hash
-from pd_connector.vllm.block_pools import BlockKeys, HostBlockPool, slots_of
+from pd_connector.vllm.block_pools import BlockKeys, slots_of
 from pd_connector.vllm.cache_specs import Retention
 from pd_connector.vllm.device_blocks import HeldBlocks
 from pd_connector.vllm.requests import computes_whole_prompt
@@ -44,17 +46,18 @@ from transfer.control.limits import LastFew
 from transfer.store.store_thread import RETRY_S, StoreThread
 
 if TYPE_CHECKING:
-    from pd_connector.vllm.types import BlockHashWithGroupId, Request
+    from pd_connector.vllm.types import BlockHashWithGroupId, KVCacheBlocks, Request
 
 logger = logging.getLogger(__name__)
 
 #: A look-up that takes longer says that something is wrong with the pool.
 _SLOW_S, _LOOKUP_S = 0.5, 2.0
 _MAX_UNDER_WAY = 4  # requests that wait for the pool: a rank fetches for one after the other
+#: How long after its request has given up a look-up, or a fetch, is overdue: until it ends, all go on without the pool.
+_OVERDUE_S = 0.05
 #: After a fetch is late, so that what has come meanwhile is found by others.
 _GRACE_S = 2.0
 _PUT_S, _PUT_BLOCKS, _MAX_PUTS = 5.0, 64, 2
-_MAX_TO_PUT = 4096  # blocks that wait
 _MAX_KNOWN = 1 << 16  # keys of blocks that need not be put
 
 
@@ -79,6 +82,7 @@ class _Fetch:
     held: int  # tokens from the beginning that were found here before
     key: "BlockHashWithGroupId"
     give_up_at: float
+    takes_s: float  # at most, to be worth it
     entries: tuple[tuple[int, int], ...]  # cache group and number of each block
     keys: BlockKeys
     hosts: HeldBlocks  # lent
@@ -102,8 +106,7 @@ class SharedPool(SchedulerRole):
 
     def __init__(
         self,
-        host: HostBlockPool,
-        loans: HostLoans,
+        tier: HostTier,
         forms: "tuple[tuple[ObjectForm, ...], ...]",
         groups: Sequence[Retention],
         ranks: int,
@@ -115,8 +118,7 @@ class SharedPool(SchedulerRole):
         """Start with nothing asked.
 
         Args:
-            host: the host blocks.
-            loans: of them.
+            tier: of the host blocks.
             forms: of the objects of the first rank, by cache group.
             groups: what vLLM keeps of a request in every cache group.
             ranks: number of workers of the engine.
@@ -126,8 +128,8 @@ class SharedPool(SchedulerRole):
             lookups: has a connection to the pool.
             clock: monotonic, in seconds.
         """
-        self._host = host
-        self._loans = loans
+        self._host = host = tier.pool
+        self._loans = tier.loans
         self._forms = forms
         self._groups = groups
         self._ranks = ranks
@@ -139,11 +141,12 @@ class SharedPool(SchedulerRole):
         self._namespace = ""  # made when it is needed
         self._unit = math.lcm(*(host.block_tokens[group] for group in host.groups))
         self._asking: dict[str, _Asking] = {}  # by request
-        self._fetches: dict[int, _Fetch] = {}
+        self._looking: deque[_Asking] = deque()  # asked for by requests that may have left: one after the other
+        self._fetches: dict[int, _Fetch] = {}  # one after the other, too
+        self._fetch_due_at = math.inf  # that of the first of them
         self._waiting: dict[str, _Fetch] = {}  # for one of them, by request
         self._queue: PrefixQueue[_Asking | _Fetch] = PrefixQueue(_MAX_UNDER_WAY, rate, clock)
-        self._to_put: list[BlockHashWithGroupId] = []
-        self._once_more: set[BlockHashWithGroupId] = set()  # those of them that were not kept before
+        self._to_put = PutQueue(tier)
         self._puts: dict[int, _Put] = {}
         self._known: LastFew[BlockHashWithGroupId, None] = LastFew(_MAX_KNOWN)  # in the pool, as far as known
         self._closed_until = -math.inf
@@ -167,21 +170,29 @@ class SharedPool(SchedulerRole):
         if (fetch := self._waiting.pop(request_id, None)) is not None:
             fetch.is_late = True
             self.counts["pool_prompts", "late"] += 1
-        if request_id in self._queue.asked or self._clock() < self._closed_until:
+        if request_id in self._queue.asked or self._rests():
             return False
         return self._begin(request, computed_tokens)
 
     def is_waiting(self, request: "Request") -> bool:
         """Return whether an answer or a fetch is still to come, for a request or those before it, and in time."""
         request_id = request.request_id
+        if self._rests():
+            return False
         if (asking := self._asking.get(request_id)) is not None:
             return self._clock() < asking.give_up_at and not asking.answer.done()
         if (fetch := self._waiting.get(request_id)) is not None:
             return self._clock() < fetch.give_up_at
         return self._queue.is_waiting(request_id)
 
+    def allocated(self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int) -> int:
+        """Bring nothing. The prompt is computed now, and will be put."""
+        self._to_put.follow(request)
+        return 0
+
     def step_orders(self, scheduled: Mapping[str, int]) -> Orders:
         """Return the fetches since the last step, and a put if few are under way."""
+        self.counts["pool_blocks", "left"] += self._to_put.release()
         if self._to_put and len(self._puts) < _MAX_PUTS and self._clock() >= self._closed_until:
             self._begin_put()
         orders, self._orders = self._orders, Orders()
@@ -191,12 +202,15 @@ class SharedPool(SchedulerRole):
         """End the fetches and puts that all ranks have reported."""
         for fetch in ended(self._fetches, report.fetches, self._ranks, "the pool's fetch"):
             self._end_fetch(fetch)
+            first = next(iter(self._fetches.values()), None)
+            self._fetch_due_at = math.inf if first is None else self._clock() + first.takes_s + _OVERDUE_S
         for put in ended(self._puts, report.puts, self._ranks, "the pool's put"):
             self._end_put(put)
         self._remember_news()  # an engine without requests steps only for what is known to be put
 
     def finish(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> None:
         """Forget a request. A fetch for it goes on: others may find the prefix."""
+        self._to_put.forget(request.request_id)
         self._queue.forget(request.request_id)
         self._waiting.pop(request.request_id, None)
         if (asking := self._asking.pop(request.request_id, None)) is not None:
@@ -205,7 +219,9 @@ class SharedPool(SchedulerRole):
     @property
     def wants_step(self) -> bool:
         """Whether the engine must step even without requests, to put blocks and to learn of their end."""
-        return bool(self._fetches or self._puts or (self._to_put and self._clock() >= self._closed_until))
+        if self._fetches or self._puts or self._to_put.is_released_soon:
+            return True
+        return bool(self._to_put) and self._clock() >= self._closed_until
 
     def update_stats(self, stats: StatsRecorder) -> None:
         """Record what was looked up, fetched and put."""
@@ -219,9 +235,7 @@ class SharedPool(SchedulerRole):
         for asking in self._asking.values():
             self._queue.end(asking)
         self._asking.clear()
-        self._to_put.clear()
-        self.counts["pool_blocks", "refused"] += len(self._once_more)
-        self._once_more.clear()
+        self.counts["pool_blocks", "refused"] += self._to_put.clear()
         self._known.clear()
         self._host.take_news()
         self._epoch, self._namespace = secrets.token_hex(8), ""
@@ -245,7 +259,7 @@ class SharedPool(SchedulerRole):
         assert {*map(id, self._waiting.values())} <= {*map(id, self._fetches.values())}, "what has ended is waited for"
         self._queue.check_integrity(self._asking, (*self._asking.values(), *self._fetches.values()))
         assert len(self._puts) <= _MAX_PUTS, "more is put at a time than is allowed"
-        assert self._once_more <= set(self._to_put), "a block is to be put once more that does not wait"
+        self._to_put.check_integrity()
 
     # Looking up
 
@@ -277,6 +291,7 @@ class SharedPool(SchedulerRole):
             self._lookups.submit(look, _LOOKUP_S),
         )  # fmt: skip
         self._asking[request_id] = asking
+        self._looking.append(asking)
         self._queue.begin(asking)
         self.counts["pool_prompts", "asked"] += 1
         return True
@@ -318,12 +333,23 @@ class SharedPool(SchedulerRole):
             self.counts["pool_prompts", "nothing"] += 1
             self._forget(key for of_group in asking.keys.values() for key in of_group)
             return False
+        if self._rests():
+            self.counts["pool_prompts", "late"] += 1
+            return False
         return self._begin_fetch(asking, tokens)
 
     def _forget(self, keys: "Iterable[BlockHashWithGroupId]") -> None:
         """Note that the pool has lost blocks: they may be put again."""
         for key in keys if self._known else ():
             self._known.pop(key, None)
+
+    def _rests(self) -> bool:
+        """Return whether requests go on without the pool: it has failed, or what it does is overdue."""
+        now = self._clock()
+        while self._looking and self._looking[0].answer.done():
+            self._looking.popleft()
+        look_up_due_at = self._looking[0].give_up_at + _OVERDUE_S if self._looking else math.inf
+        return now < self._closed_until or now >= min(look_up_due_at, self._fetch_due_at)
 
     def _close_for_a_while(self) -> None:
         self._closed_until, self._has_failed = self._clock() + RETRY_S, True
@@ -350,11 +376,13 @@ class SharedPool(SchedulerRole):
             return False
         takes_s = self._rate.seconds_for(end - asking.least)
         fetch = _Fetch(
-            request, asking.first, asking.least, asking.key, self._clock() + takes_s, tuple(entries), tuple(keys),
-            hosts, before, PoolEnds(0),
+            request, asking.first, asking.least, asking.key, self._clock() + takes_s, takes_s, tuple(entries),
+            tuple(keys), hosts, before, PoolEnds(0),
         )  # fmt: skip
         order = self._order(keys, hosts, takes_s + _GRACE_S)
         self._orders += Orders(fetches=(order,))
+        if not self._fetches:
+            self._fetch_due_at = fetch.give_up_at + _OVERDUE_S
         self._fetches[order.pool_id] = self._waiting[request.request_id] = fetch
         self._queue.begin(fetch)
         return True
@@ -393,23 +421,18 @@ class SharedPool(SchedulerRole):
     # Putting
 
     def _remember_news(self) -> None:
+        lacking = []
         for key in self._host.take_news():
             if key in self._known:
                 self._known.move_to_end(key)
-                continue
-            if key in self._once_more:
-                continue
-            if len(self._to_put) == _MAX_TO_PUT:
-                self.counts["pool_blocks", "left"] += 1  # not those before: without them, it would be useless
-                continue
-            self._to_put.append(key)
+            else:
+                lacking.append(key)
+        self.counts["pool_blocks", "left"] += self._to_put.add(lacking)
 
     def _begin_put(self) -> None:
-        """Put the blocks that have come last: of a prompt, its end."""
-        taken = [self._to_put.pop() for _ in range(min(_PUT_BLOCKS, len(self._to_put)))][::-1]
-        once_more = self._once_more.intersection(taken)
-        self._once_more -= once_more
-        held = [(key, host) for key, host in zip(taken, self._host.holding(tuple(taken)), strict=True) if host]
+        """Put the next blocks: of a prompt, its end."""
+        taken, once_more = self._to_put.take(_PUT_BLOCKS)
+        held = [(key, host) for key, host in zip(taken, self._host.holding(taken), strict=True) if host]
         self.counts["pool_blocks", "refused"] += len(once_more.difference(key for key, _ in held))
         if not held:
             return
@@ -433,10 +456,7 @@ class SharedPool(SchedulerRole):
             if key not in missing:
                 if is_valid:
                     self._known[key] = None
-            elif is_valid and key not in put.once_more and len(self._to_put) < _MAX_TO_PUT:
-                self._to_put.insert(0, key)  # behind all others: the pool makes room meanwhile
-                self._once_more.add(key)
-            else:
+            elif not (is_valid and key not in put.once_more and self._to_put.add_again(key)):
                 self.counts["pool_blocks", "refused"] += 1
 
 

@@ -15,7 +15,7 @@ only when its store has ended on every rank. Everything runs on the scheduler's 
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Literal
@@ -28,7 +28,7 @@ from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.block_pools import BlockKeys, Candidate, HostBlockPool, HostHit, Store, slot_of
 
 if TYPE_CHECKING:
-    from pd_connector.vllm.types import KVCacheBlock, KVCacheBlocks, KVCacheEvent, Request
+    from pd_connector.vllm.types import BlockHashWithGroupId, KVCacheBlock, KVCacheBlocks, KVCacheEvent, Request
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +97,11 @@ class HostTier(SchedulerRole):
         self._has_allocated = False  # whether a request was given blocks since the last step
         self._ordered_loads: list[LoadOrder] = []
         self._next_store = 0
+
+    @property
+    def is_lazy(self) -> bool:
+        """Whether blocks are stored when vLLM evicts them soon, the last ones of a request first."""
+        return self._mode == "lazy"
 
     # Requests
 
@@ -184,6 +189,10 @@ class HostTier(SchedulerRole):
     def is_storing(self, blocks: Iterable["KVCacheBlock"]) -> bool:
         """Return whether one of these device blocks is on its way to host memory."""
         return bool(self._storing) and not self._storing.keys().isdisjoint(block.block_hash for block in blocks)
+
+    def will_hold(self, keys: "Collection[BlockHashWithGroupId]") -> bool:
+        """Return whether one of the blocks is on its way to host memory."""
+        return not self._storing.keys().isdisjoint(keys)
 
     def loading(self, request_id: str) -> HostHit | None:
         """Return what a request is being loaded from; None if it is not."""

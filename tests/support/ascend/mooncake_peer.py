@@ -1,15 +1,17 @@
 """Mooncake's wheel for NPUs, between two processes on simulated NPUs: one to be read from, and one that reads.
 
     python -m tests.support.ascend.mooncake_peer serve [before | after]
-    python -m tests.support.ascend.mooncake_peer read PEER
+    python -m tests.support.ascend.mooncake_peer read PEER [POOL]
     python -m tests.support.ascend.mooncake_peer link PEER ...
 
 Below Mooncake's transport for Ascend is a stand-in for CANN's ADXL (``adxl/adxl.cpp``); ``build_adxl`` compiles it. A
 process that serves prints ``PEER`` and how to reach it, and lives until its standard input ends. With ``before`` or
 ``after``, it shares vllm-ascend's engine with a pool, which registers the same memory before or after it does. One that
-reads prints what it found, as JSON; one that links opens links to all peers at once, and prints why each was refused.
+reads prints what it found, as JSON, also in the pool whose client has the address POOL, where it has put it; one that
+links opens links to all peers at once, and prints why each was refused.
 """
 
+import ctypes
 import json
 import subprocess
 import sys
@@ -96,7 +98,24 @@ def serve(pool_registers: str = "") -> None:
     engine.close()
 
 
-def read(peer: str) -> None:
+def _pooled(client: str) -> bool:
+    """Put ``contents`` into the connector's own pool; return whether they come from there."""
+    from transfer.peers import parse_address  # noqa: PLC0415
+    from transfer.store.interface import Piece  # noqa: PLC0415
+    from transfer.store.mooncake_store import MooncakeStore  # noqa: PLC0415
+
+    store = MooncakeStore(parse_address(client), SERVED_BYTES)
+    held = np.ctypeslib.as_array((ctypes.c_uint8 * SERVED_BYTES).from_address(store.buffer.address))
+    held[:] = contents()
+    is_kept = store.put([Piece("beside the transport", 0, SERVED_BYTES)]) == [True]
+    held[:] = 0
+    has_come = store.get([Piece("beside the transport", 0, SERVED_BYTES)]) == [True]
+    is_equal = bool((held == contents()).all())
+    store.close()
+    return is_kept and has_come and is_equal
+
+
+def read(peer: str, pool: str = "") -> None:
     """Read runs of the peer's memory in another order, prove whom they came from, and say how it went."""
     from transfer.engine.interface import ReadFailed  # noqa: PLC0415
 
@@ -107,6 +126,7 @@ def read(peer: str) -> None:
     order = np.random.default_rng(0).permutation(RUNS).astype(np.int64)
     runs = np.arange(RUNS, dtype=np.int64) * RUN_BYTES
     sizes = np.full(RUNS, RUN_BYTES, np.int64)
+    pooled = _pooled(pool) if pool else False
     link.read(Copies(memory.data_ptr() + runs, start_of_memory + runs[order], sizes), 10.0)
     link.prove(5.0)
     arrived = memory.cpu().numpy()[: RUNS * RUN_BYTES].reshape(RUNS, -1)
@@ -117,7 +137,8 @@ def read(peer: str) -> None:
     except ReadFailed as refused:
         impostor = str(refused)
     engine.check_integrity()
-    found = {"equal": bool((arrived == expected).all()), "counts": engine.native.counts, "impostor": impostor}
+    equal = bool((arrived == expected).all())
+    found = {"equal": equal, "counts": engine.native.counts, "impostor": impostor, "pooled": pooled}
     engine.close()
     print(json.dumps(found), flush=True)  # noqa: T201  its result
 

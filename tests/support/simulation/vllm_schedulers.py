@@ -167,7 +167,7 @@ class World:
 
 
 class _Client(ControlClient):
-    def __init__(self, world: World) -> None:  # no thread
+    def __init__(self, world: World, **given: Any) -> None:  # no thread
         self._world = world
 
     def request(self, host: str, port: int, message: Any, timeout_s: float) -> Future[Any]:
@@ -439,7 +439,7 @@ class EngineSim:
             world, clock = self.world, self.world.clock
             for target, new in (
                 ("pd_connector.connector.ConnectorScheduler", partial(ConnectorScheduler, clock=clock, limits=limits)),
-                ("pd_connector.scheduler.scheduler.ControlClient", lambda **_: _Client(world)),
+                ("pd_connector.scheduler.scheduler.ControlClient", lambda **given: _Client(world, **given)),
                 ("pd_connector.scheduler.prefill.producer.ControlServer", partial(_Server, world)),
                 ("pd_connector.scheduler.scheduler.drafts_late", lambda _: False),  # whatever vLLM's platform is here
             ):

@@ -1,5 +1,7 @@
 """A real Mooncake Store on this machine: a master, and the client process that holds the machine's objects.
 
+Or this machine's client, which holds none, and one that does, as if on another machine: every byte crosses TCP.
+
 Or the master alone, for clients in other processes.
 """
 
@@ -24,16 +26,23 @@ _START_TIMEOUT_S = 120.0
 
 
 class MooncakeProcesses:
-    """Owner of the two processes. Each may be killed, stopped and started again."""
+    """Owner of the processes. Each may be killed, stopped and started again."""
 
-    def __init__(self, directory: Path, held_bytes: int = 512 << 20, lease_ms: int = 500) -> None:
-        """Start both, with room for ``held_bytes``; what was looked up is not evicted for ``lease_ms``."""
+    def __init__(
+        self, directory: Path, held_bytes: int = 512 << 20, lease_ms: int = 500, *, elsewhere: bool = False
+    ) -> None:
+        """Start all, with room for ``held_bytes``; what was looked up is not evicted for ``lease_ms``.
+
+        ``elsewhere``: another machine's client has the room.
+        """
         self._lease_ms = lease_ms
         self._directory = directory
         self._held_bytes = held_bytes
-        self._master_port, self._client_port, self._metrics_port = free_ports(3)
+        self._master_port, self._client_port, self._metrics_port, self._holder_port = free_ports(4)
+        self._own_bytes = 0 if elsewhere else held_bytes
         self.master = self._start_master()
         self.client = self._start_client()
+        self.holder = self._start_holder() if elsewhere else self.client
 
     @property
     def address(self) -> Address:
@@ -51,6 +60,17 @@ class MooncakeProcesses:
         time.sleep(CLIENT_TTL_S + 1)
         self.client = self._start_client()
 
+    def restart_holder(self) -> None:
+        """Kill another machine's client, and start one that holds nothing, at once."""
+        _kill(self.holder)
+        self.holder = self._start_holder()
+
+    @contextmanager
+    def holder_stopped(self) -> Iterator[None]:
+        """Stop the client that has the room, for as long as the context lasts."""
+        with _stopped(self.holder):
+            yield
+
     @contextmanager
     def client_stopped(self) -> Iterator[None]:
         """Stop the client, so that it answers nothing, for as long as the context lasts."""
@@ -64,22 +84,29 @@ class MooncakeProcesses:
             yield
 
     def close(self) -> None:
-        """End both."""
-        for process in (self.client, self.master):
+        """End all."""
+        for process in (self.holder, self.client, self.master):
             _kill(process)
 
     def _start_master(self) -> "subprocess.Popen[bytes]":
         return self._start(
             self._master_port, "mooncake_master", "--rpc_address=127.0.0.1", f"--rpc_port={self._master_port}",
             "--metrics_host=127.0.0.1", f"--metrics_port={self._metrics_port}", f"--client_ttl={CLIENT_TTL_S}",
-            f"--default_kv_lease_ttl={self._lease_ms}",
+            f"--default_kv_lease_ttl={self._lease_ms}", "--put_start_discard_timeout_sec=1",
+            "--put_start_release_timeout_sec=2",
         )  # fmt: skip
 
     def _start_client(self) -> "subprocess.Popen[bytes]":
+        return self._start_one(self._client_port, self._own_bytes)
+
+    def _start_holder(self) -> "subprocess.Popen[bytes]":
+        return self._start_one(self._holder_port, self._held_bytes)
+
+    def _start_one(self, port: int, held_bytes: int) -> "subprocess.Popen[bytes]":
         return self._start(
-            self._client_port, "mooncake_client", "--host=127.0.0.1", f"--port={self._client_port}",
+            port, "mooncake_client", "--host=127.0.0.1", f"--port={port}",
             f"--master_server_address=127.0.0.1:{self._master_port}", "--metadata_server=P2PHANDSHAKE",
-            f"--global_segment_size={self._held_bytes >> 20}MB", "--local_buffer_size=16MB", "--protocol=tcp",
+            f"--global_segment_size={held_bytes >> 20}MB", "--local_buffer_size=16MB", "--protocol=tcp",
         )  # fmt: skip
 
     def _start(self, port: int, program: str, *arguments: str) -> "subprocess.Popen[bytes]":

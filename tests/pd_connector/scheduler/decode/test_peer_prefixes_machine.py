@@ -4,6 +4,7 @@ The simulation checks every token that a request finds in its blocks, and ``chec
 """
 
 from typing import Any
+from unittest.mock import patch
 
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -15,13 +16,18 @@ from tests.support.simulation.vllm_schedulers import HOST, ClientRequest, Engine
 #: What conversations consist of: they have beginnings in common.
 PARTS = [[part] * 75 for part in range(3)]
 NAMES = "PDQ"
+ROLES = ("kv_producer", "kv_consumer", "kv_both")
 
 
 class PrefixMachine(RuleBasedStateMachine):
-    """A prefill engine, a decode engine and one of both kinds, each of which asks the others."""
+    """A prefill engine, a decode engine and one of both kinds, or three of these; each asks the others.
+
+    With the fewest blocks, a device holds little more than one prompt.
+    """
 
     @initialize(
-        blocks=st.sampled_from([34, 60]),
+        roles=st.sampled_from([ROLES, ("kv_both",) * 3]),
+        blocks=st.sampled_from([28, 34, 60]),
         slots=st.sampled_from([0, 60, 100]),
         hosts=st.sampled_from(["P", "PD", "PDQ"]),
         transfers=st.sampled_from(["off", "auto"]),
@@ -30,21 +36,25 @@ class PrefixMachine(RuleBasedStateMachine):
         pooled=st.booleans(),
     )
     def start(
-        self, blocks: int, slots: int, hosts: str, transfers: str, outputs: int, states: StateMode, *, pooled: bool
-    ) -> None:
+        self, roles: tuple[str, ...], blocks: int, slots: int, hosts: str, transfers: str, outputs: int,
+        states: StateMode, *, pooled: bool,
+    ) -> None:  # fmt: skip
         self.world, self.outputs, self.number = World(), outputs, 0
-        settings: dict[str, Any] = {"host_transfers": transfers}
-        self.engines = {
-            name: EngineSim(
-                self.world, role, blocks * (1 + bool(states)), "fail", states=states, serve_prefixes=True,
-                slots=slots if name in hosts else 0, pooled=pooled and name in hosts,
-                peers=[f"{HOST}:{port}" for port in (1, 2, 3) if port != own],
-                **(settings if slots and name in hosts else {}),
-            )
-            for own, (name, role) in enumerate(zip(NAMES, ("kv_producer", "kv_consumer", "kv_both"), strict=True), 1)
-        }  # fmt: skip
-        assert [engine.port for engine in self.engines.values()] == [1, 2, 3]
         self.asked: list[ClientRequest] = []
+
+        def start_engine(name: str, port: int) -> EngineSim:
+            has_host = bool(slots) and name in hosts
+            settings: dict[str, Any] = {"host_transfers": transfers} if has_host else {}
+            with patch.object(self.world, "port", lambda: port):
+                return EngineSim(
+                    self.world, roles[port - 1], blocks * (1 + bool(states)), "fail", states=states,
+                    serve_prefixes=True, slots=slots if has_host else 0, pooled=pooled and has_host,
+                    peers=[f"{HOST}:{other}" for other in (1, 2, 3) if other != port], **settings,
+                )  # fmt: skip
+
+        self.start_engine = start_engine
+        self.engines = {name: start_engine(name, port) for port, name in enumerate(NAMES, 1)}
+        assert [engine.port for engine in self.engines.values()] == [1, 2, 3]
 
     def _request(self, parts: list[int], on: EngineSim | None = None) -> ClientRequest:
         self.number += 1
@@ -75,6 +85,20 @@ class PrefixMachine(RuleBasedStateMachine):
     @rule(name=st.sampled_from(NAMES))
     def cut_or_mend(self, name: str) -> None:
         self.engines[name].is_cut = not self.engines[name].is_cut
+
+    @rule(name=st.sampled_from(NAMES))
+    def die(self, name: str) -> None:
+        """An engine dies, with all that it holds and asks for; one of another id takes its place."""
+        dead = self.engines[name]
+        for asked, _ in dead.requests.values():
+            asked.ended = "aborted"
+        dead.worker.memories.device.clear()
+        dead.worker.memories.host.clear()
+        self.engines[name] = self.start_engine(name, dead.port)
+        for request in self.asked:
+            if request.decodes_on is dead:
+                request.decodes_on = self.engines[name]
+        dead.scheduler.shutdown()
 
     @rule(trouble=st.sampled_from(["fails", "is_stuck", "loses", "refuses"]))
     def trouble_the_pool(self, trouble: str) -> None:

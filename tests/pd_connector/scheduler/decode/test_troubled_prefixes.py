@@ -3,6 +3,7 @@
 Covers: pd_connector.scheduler.decode.prefix_offers.
 """
 
+import socket
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import create_autospec, patch
@@ -13,8 +14,11 @@ import pytest
 from pd_connector.scheduler.decode import peer_prefixes
 from pd_connector.scheduler.decode.peer_prefixes import PeerPrefixes
 from pd_connector.scheduler.readers import Readers
+from tests.support.simulation import vllm_schedulers
 from tests.support.simulation.prefix_engines import BLOCK, FIRST, TURN, a_holder, asker, compute, hold
-from tests.support.simulation.vllm_schedulers import ClientRequest, EngineSim, World
+from tests.support.simulation.vllm_schedulers import HOST, ClientRequest, EngineSim, World
+from tests.support.waiting import until
+from transfer.control.client import ControlClient
 from transfer.control.messages import Find, Found
 from transfer.peers import Address
 
@@ -318,3 +322,27 @@ def test_who_has_read_a_prompt_is_looked_for_once_and_forgotten_with_the_request
     world.run(5.0)
     assert len(looked) == 1
     assert not prefixes._reader
+
+
+@pytest.mark.parametrize("is_allowed", [True, False])
+def test_a_hint_that_names_a_stranger_leads_nowhere(
+    world: World, caplog: pytest.LogCaptureFixture, is_allowed: bool
+) -> None:
+    """With the real control client, which an engine gets with its own settings."""
+    with patch.object(vllm_schedulers, "_Client", lambda world, **given: ControlClient(**given)):
+        finder = asker(world, allowed_peers=["127.0.0.0/8" if is_allowed else "192.0.2.7"])
+    with socket.create_server((HOST, 0)) as stranger:
+        stranger.settimeout(0.2)
+        finder.ask(ClientRequest("r", FIRST, 1), {"prefixes_at": f"{HOST}:{stranger.getsockname()[1]}"})
+        world.step()
+        prefixes: PeerPrefixes = finder.role_of(PeerPrefixes)
+        ((answer,),) = [each.asked.values() for each in prefixes._asking.values()]
+        if is_allowed:
+            stranger.accept()[0].close()
+        else:
+            until(answer.done)
+            with pytest.raises(TimeoutError):
+                stranger.accept()
+    world.run(20.0)
+    assert finder.computed_of["r-d"] == TURN
+    assert (f"{HOST} may not be contacted: allowed_peers names 192.0.2.7" in caplog.text) == (not is_allowed)

@@ -48,7 +48,7 @@ def fail_while_putting(world: World, engine: EngineSim) -> int:
     world.pool.fails = True
     while pool_of(engine)._puts:
         world.step()
-    return len(pool_of(engine)._once_more)
+    return len(pool_of(engine)._to_put._once_more)
 
 
 def slow_down(engine: EngineSim) -> None:
@@ -179,6 +179,7 @@ class TestFinding:
         requests = [reader.requests[f"r{number}-d"][1] for number in range(5)]
         assert all(pool.must_wait(request, 0) for request in requests)
         assert len(pool._asking) == 4
+        world.pool.answer()
         world.clock.advance(1.5)  # and vLLM has asked for none of them
         assert pool.must_wait(requests[4], 0)
         assert len(pool._asking) == 5
@@ -281,7 +282,8 @@ class TestPutting:
             compute(world, writer, [7000 + number] * 400)
         assert compute(world, writer, FIRST)[0] == TURN
         world.step()
-        again = [key for key in pool_of(writer)._to_put if key in pool_of(writer)._once_more]
+        queue = pool_of(writer)._to_put
+        again = [key for key in queue._waiting if key in queue._once_more]
         assert len(again) == waiting
 
     def test_what_a_reset_drops_before_its_second_try_counts_as_refused(self, world: World) -> None:
