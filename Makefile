@@ -51,7 +51,7 @@ ARGS ?=
 
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
-.PHONY: help setup demo check lint types test test-all test-npu-sim test-ascend-sim test-ascend-sim-short test-versions test-cuda gpu bench bench-peers bench-cuda dist clean
+.PHONY: help setup demo check lint types test test-all test-hosts test-npu-sim test-ascend-sim test-ascend-sim-short test-versions test-cuda gpu bench bench-peers bench-cuda dist clean
 
 help:  ## this list
 	@echo 'make TARGET [ARGS=...] [PYTHON=python3.x] [TORCH_INDEX=url]'
@@ -110,6 +110,10 @@ endif
 test-all: lint types  ## lint, types and all tests, also those marked slow: hours
 	@$(BIN)/python -m pytest $(BY_FOUR) -m 'not e2e' $(ARGS) || $(OTHERS_CHOSEN)
 	@$(BIN)/python -m pytest -m e2e $(SERVERS) $(ARGS) || $(OTHERS_CHOSEN)
+
+# As root; without, they are skipped.
+test-hosts: $(STAMPS)/installed  ## all tests on hosts of their own (network namespaces), also those marked slow: an hour
+	@$(BIN)/python -m pytest -m hosts $(if $(ARGS),,$(shell grep -rl --include='test_*.py' 'mark\.hosts' tests)) $(ARGS)
 
 test-npu-sim: $(NPU_SIM)/installed  ## tests on a simulated Ascend device under the real torch_npu, in .venv-npu-sim
 	@PD_CONNECTOR_NPU_SIM=1 $(NPU_SIM)/bin/python -m pytest tests/npu_sim $(ARGS)

@@ -44,6 +44,7 @@ class Hosts:
 
     def __init__(self) -> None:
         self._made: set[int] = set()
+        self._filtering: set[int] = set()
 
     @staticmethod
     def address(number: int) -> str:
@@ -108,10 +109,23 @@ class Hosts:
 
         ``how``: "blackhole" drops packets, "prohibit" refuses them by ICMP.
         """
-        self.forward(number)
+        self._filter(number)
         for family in ("-4", "-6"):
-            rules = ("add pref 20 lookup local", "del pref 0", f"add pref 10 iif eth0 ipproto tcp dport {ports} {how}")
-            self.configure(number, *(f"{family} rule {rule}" for rule in rules))
+            self.configure(number, f"{family} rule add pref 10 iif eth0 ipproto tcp dport {ports} {how}")
+
+    @contextmanager
+    def one_way(self, source: int, to: int, how: str = "blackhole") -> Iterator[None]:
+        """What a host sends to another one does not arrive, by IPv4; what comes back does.
+
+        ``how``: "blackhole" loses packets, "prohibit" has them refused by ICMP.
+        """
+        self._filter(to)
+        rule = f"pref 10 iif eth0 from {self.address(source)} {how}"
+        self.configure(to, f"rule add {rule}")
+        try:
+            yield
+        finally:
+            self.configure(to, f"rule del {rule}")
 
     @contextmanager
     def parted(self, *numbers: int) -> Iterator[None]:
@@ -165,6 +179,15 @@ class Hosts:
             with suppress(subprocess.CalledProcessError):
                 _run("ip", "link", "del", _name("sw"))
         self._made.clear()
+        self._filtering.clear()
+
+    def _filter(self, number: int) -> None:
+        """Have a host look at rules before it takes what is sent to it."""
+        if number not in self._filtering:
+            self._filtering.add(number)
+            self.forward(number)
+            for family in ("-4", "-6"):
+                self.configure(number, f"{family} rule add pref 20 lookup local", f"{family} rule del pref 0")
 
     def _make(self, number: int) -> None:
         if not self._made:

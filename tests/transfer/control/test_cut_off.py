@@ -26,6 +26,7 @@ from transfer.control.waiting_requests import NotYet
 
 ROOT = Path(__file__).parents[3]
 HERE = "127.0.0.1"
+P, D = 1, 2
 PATIENCE_S = 30.0
 SERVER = """
 import sys
@@ -38,6 +39,18 @@ print(server.port, flush=True)
 sys.stdin.read()
 server.close()
 """
+
+
+class Late:
+    """Answers after some seconds."""
+
+    def __init__(self, seconds: float = 0.01) -> None:
+        self.seconds = seconds
+        self.asked = 0
+
+    def handle(self, request: Request) -> NotYet:
+        self.asked += 1
+        return NotYet("topic", self.seconds, WELCOME)
 
 
 @pytest.fixture
@@ -70,50 +83,97 @@ def fails_within(client: ControlClient, host: str, port: int, seconds: float) ->
     return str(failure.value)
 
 
+def answers(client: ControlClient, host: str, port: int) -> bool:
+    """Whether a server answers; the system may have yet to find its neighbour."""
+    with contextlib.suppress(PeerUnreachable):
+        client.request(host, port, HELLO, PATIENCE_S).result()
+        return True
+    return False
+
+
 def test_a_port_that_nobody_listens_on_is_given_up(client: ControlClient) -> None:
     assert "there is no connection, for 1 s" in fails_within(client, HERE, free_ports(1)[0], 5.0)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("is_known", [False, True], ids=["first contact", "connected"])
-def test_a_process_that_is_stopped_is_waited_for(client: ControlClient, is_known: bool) -> None:
-    with server(HERE, []) as (process, port):
+def test_a_process_that_is_stopped_is_waited_for(is_known: bool) -> None:
+    """For longer than several probes and a silent system are: nor is its connection made again."""
+    with contextlib.closing(ControlClient()) as client, server(HERE, []) as (process, port):
         if is_known:
             client.request(HERE, port, HELLO, PATIENCE_S).result()
+        lost = client.until_lost(HERE, port)
         stop(process.pid)
         asked = client.request(HERE, port, HELLO, PATIENCE_S)
-        time.sleep(3.0)
+        time.sleep(6.0)
         assert not asked.done()
+        assert lost.done() != is_known
         process.send_signal(signal.SIGCONT)
         asked.result()
 
 
+@pytest.mark.hosts
 @pytest.mark.thorough
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
 def test_a_network_that_is_cut_is_noticed_and_forgotten_when_it_is_back(client: ControlClient) -> None:
-    def answers() -> bool:
-        with contextlib.suppress(PeerUnreachable):  # the system may have yet to find its neighbour again
-            client.request(host, port, HELLO, PATIENCE_S).result()
-            return True
-        return False
-
-    host = Hosts.address(1)
-    with contextlib.closing(Hosts()) as hosts, server(host, hosts.prefix(1)) as (_, port):
-        until(answers)
-        with hosts.unplugged(1):
+    host = Hosts.address(P)
+    with contextlib.closing(Hosts()) as hosts, server(host, hosts.prefix(P)) as (_, port):
+        until(lambda: answers(client, host, port))
+        with hosts.unplugged(P):
             assert "its system acknowledges nothing, for 1 s" in fails_within(client, host, port, 5.0)
             assert "there is no connection, for 1 s" in fails_within(client, host, port, 5.0)
-        until(answers)
+        until(lambda: answers(client, host, port))
 
 
+@pytest.mark.hosts
+@pytest.mark.thorough
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+@pytest.mark.parametrize("how", ["blackhole", pytest.param("prohibit", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("way", [(D, P), (P, D)], ids=["to P", "from P"])
+def test_a_network_that_is_cut_one_way_is_noticed_and_forgotten(way: tuple[int, int], how: str) -> None:
+    host = Hosts.address(P)
+    with contextlib.closing(Hosts()) as hosts, server(host, hosts.prefix(P)) as (_, port):
+        with hosts.entered(D):
+            client = ControlClient(ClientSettings(silent_s=1.0))
+        with contextlib.closing(client):
+            until(lambda: answers(client, host, port))
+            with hosts.one_way(*way, how):
+                assert "its system acknowledges nothing, for 1 s" in fails_within(client, host, port, 5.0)
+                assert "there is no connection, for 1 s" in fails_within(client, host, port, 5.0)
+            until(lambda: answers(client, host, port))
+
+
+@pytest.mark.hosts
+@pytest.mark.thorough
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+def test_a_cut_is_noticed_within_5_s_while_nothing_but_an_answer_is_outstanding() -> None:
+    """The request has arrived, is repeated ever more seldom, and P may take its time."""
+    late, host = Late(), Hosts.address(P)
+    with contextlib.closing(Hosts()) as hosts:
+        with hosts.entered(P):
+            there = ControlServer(late, host)
+            there.start()
+        with contextlib.closing(there), contextlib.closing(ControlClient()) as client:
+            until(lambda: answers(client, host, there.port))
+            late.seconds = PATIENCE_S
+            asked = client.request(host, there.port, HELLO, PATIENCE_S)
+            time.sleep(1.75)  # the second repetition has been acknowledged, the third is to come 1.75 s later
+            with hosts.unplugged(P):
+                began = time.monotonic()
+                with pytest.raises(PeerUnreachable, match=r"its system acknowledges nothing, for 3\.5 s"):
+                    asked.result()
+                assert time.monotonic() - began < 5.0
+
+
+@pytest.mark.hosts
 @pytest.mark.thorough
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
 def test_packets_that_do_not_leave_this_machine_are_noticed(client: ControlClient) -> None:
     """They are not sent, so none is unacknowledged."""
-    host = Hosts.address(1)
-    with contextlib.closing(Hosts()) as hosts, server(host, hosts.prefix(1)) as (_, port):
+    host = Hosts.address(P)
+    with contextlib.closing(Hosts()) as hosts, server(host, hosts.prefix(P)) as (_, port):
         client.request(host, port, HELLO, PATIENCE_S).result()
-        with hosts.forbidden(1):
+        with hosts.forbidden(P):
             assert "its system acknowledges nothing, for 1 s" in fails_within(client, host, port, 5.0)
 
 
@@ -180,20 +240,10 @@ client.close()
 """
 
 
-class Late:
-    """Answers after a second."""
-
-    asked = 0
-
-    def handle(self, request: Request) -> NotYet:
-        self.asked += 1
-        return NotYet("topic", 1.0, WELCOME)
-
-
 @pytest.mark.thorough
 def test_a_process_that_was_stopped_itself_takes_the_answers_that_have_come_meanwhile() -> None:
     """More of them than it reads at once."""
-    late = Late()
+    late = Late(1.0)
     with contextlib.closing(ControlServer(late, HERE)) as there:
         there.start()
         command = [sys.executable, "-c", ASKER, HERE, str(there.port)]
