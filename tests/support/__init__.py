@@ -124,6 +124,7 @@ The connector (``pd_connector/``):
     connector.engines       prefill and decode engines without vLLM: real control channel, real bytes, real leases
     connector.chunked_prompts  a prompt that a prefill engine computes chunk by chunk, and a client that follows it
     connector.followed_answers  what a prefill engine answers of a named prompt, and decode legs that name it
+    connector.cuts          a network between a prefill engine and a decode worker that is cut
     connector.doctors       doctors on hosts of their own, which visit each other
     connector.consumers     the parts of a decode engine's scheduler half, with the test's own client and clock
     connector.kept_blocks   the cache groups that vLLM makes of layers, and the blocks that it keeps in each

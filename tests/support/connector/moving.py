@@ -1,5 +1,7 @@
 """A prefill engine whose leases lie in host memory, byte by byte."""
 
+from typing import Any
+
 import numpy as np
 
 from layout.geometry import Region
@@ -20,8 +22,8 @@ IN_HOST: Tables = ((7, 0, 4, 8, 1),)
 class MovingEngine:
     """A prefill engine with host memory that decode engines may read."""
 
-    def __init__(self, site: Site, engine: Engine = PREFILL, model: Model = MODEL) -> None:
-        self.prefill: PrefillEngine = site.prefill(engine, model=model)
+    def __init__(self, site: Site, engine: Engine = PREFILL, model: Model = MODEL, **options: Any) -> None:
+        self.prefill: PrefillEngine = site.prefill(engine, model=model, **options)
         self.pools: list[tuple[HostLayout, Bytes]] = []
         host = []
         for rank, transfer in zip(self.prefill.ranks, self.prefill.engines, strict=True):
