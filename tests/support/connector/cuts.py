@@ -86,11 +86,11 @@ class Apart:
         with self.hosts.entered(P):
             return MovingEngine(self.site, host=Hosts.address(P), ttl_s=TTL_S)
 
-    def decode(self, cut: Cut, before: object = None) -> DecodeWorker:
-        """A worker with the times of real ones, whose messages of a kind begin a cut."""
+    def decode(self, cut: Cut | None = None, before: object = None) -> DecodeWorker:
+        """A worker with the times of real ones, whose messages of a kind begin a cut if one is given."""
         (worker,) = self.site.decode()
         worker.client.close()
         with self.hosts.entered(D):
-            worker.client = CuttingClient(cut, before)
+            worker.client = ControlClient() if cut is None else CuttingClient(cut, before)
         worker.pull_timeout_s, worker.handshake_timeout_s = 60.0, 10.0
         return worker

@@ -127,6 +127,12 @@ class Hosts:
         finally:
             self.configure(to, f"rule del {rule}")
 
+    def take_place(self, number: int, of: int) -> None:
+        """Give a host the addresses of another one that is not there, as one that is started in its place has."""
+        shown = _run(*self.prefix(of), "cat", "/sys/class/net/eth0/address")
+        self.configure(number, "address flush dev eth0", f"link set eth0 address {shown.strip()}")
+        self.configure(number, f"address add {self.address(of)}/24 dev eth0")
+
     @contextmanager
     def parted(self, *numbers: int) -> Iterator[None]:
         """No packet passes between these hosts. All reach this machine."""
@@ -232,5 +238,5 @@ def _name(what: str) -> str:
     return f"pd{os.getpid()}{what}"[-_LONGEST_NAME:]
 
 
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True)
+def _run(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
