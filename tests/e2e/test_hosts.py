@@ -3,13 +3,18 @@
 Hosts are network namespaces at a switch; the tests reach both of them all the time, as a router does.
 """
 
+import itertools
+import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 
 import pytest
 
 from tests.support.e2e.apart_deployments import HOSTS
 from tests.support.e2e.choice import rarely
+from tests.support.e2e.client import Completion
 from tests.support.e2e.cluster import Cluster
 from tests.support.e2e.deployments import on
 from tests.support.e2e.hosts import Hosts, why_not
@@ -26,7 +31,11 @@ LONG = 2800
 RATE = "20mbit"  # at which a long prompt takes four seconds
 INTO_A_READ_S = 1.5
 #: docs/reliability.md: 5 s, and some more where the machine is busy.
-ENDS_WITHIN_S = 8.0
+ENDS_WITHIN_S = 6.5
+LONGER_S = 200.0
+RARE_PARTS = [
+    ("before", "both"), ("at once", "both"), *(("reading", way) for way in ("to P", "from P", "refused")),
+]  # fmt: skip
 
 
 def test_each_finds_its_own_address_and_pulled_prompts_give_the_same_outputs(pair: Pair) -> None:
@@ -50,17 +59,84 @@ def test_a_short_part_in_the_middle_of_a_read_costs_time_only(pair: Pair, cluste
         pair.assert_right(answer.result(60), prompt)
 
 
-@pytest.mark.parametrize("when", ["reading", rarely("before")])
+@pytest.mark.parametrize(("when", "way"), [("reading", "both"), *(rarely(each) for each in RARE_PARTS)], ids="-".join)
 def test_a_long_part_ends_in_an_error_in_time_and_the_next_prompt_is_pulled(
-    pair: Pair, cluster: Cluster, when: str
+    pair: Pair, cluster: Cluster, when: str, way: str
 ) -> None:
-    prompt = make_prompt(LONG, ("long part", when))
-    params = pair.prefill.client.prefill(prompt)
+    """Before D's leg, or while it reads: a prompt that P has computed, or (at once) one that P computes meanwhile."""
+    prompt = make_prompt(LONG, ("long part", when, way))
+    router = Router(pair)
+    params = {} if when == "at once" else pair.prefill.client.prefill(prompt)
+
+    def send() -> Completion:
+        return router.send(prompt).decode if when == "at once" else pair.decode_leg(prompt, params)
+
     with ThreadPoolExecutor() as threads, cluster.hosts.slowed(D, RATE):
-        answer = threads.submit(pair.decode_leg, prompt, params) if when == "reading" else None
+        answer = threads.submit(send) if when != "before" else None
         time.sleep(INTO_A_READ_S)
-        with cluster.hosts.parted(P, D):
-            answer = answer or threads.submit(pair.decode_leg, prompt, params)
+        with parted(cluster.hosts, way):
+            answer = answer or threads.submit(send)
             assert answer.result(ENDS_WITHIN_S).status == 500
     pair.wait_until_at_rest()
-    pair.assert_pulls_right(make_prompt(300, ("behind", when)))
+    pair.assert_pulls_right(make_prompt(300, ("behind", when, way)))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_part_that_is_longer_than_all_timers(pair: Pair, cluster: Cluster) -> None:
+    """Requests end in time at its begin and at its end. Both servers hold nothing meanwhile."""
+    began = time.monotonic()
+    with ThreadPoolExecutor() as threads, parted(cluster.hosts, "both"):
+        for at_s in (0.0, LONGER_S - 3 * ENDS_WITHIN_S):
+            time.sleep(max(0.0, began + at_s - time.monotonic()))
+            prompt = make_prompt(300, ("longer", at_s))
+            answer = threads.submit(pair.decode_leg, prompt, pair.prefill.client.prefill(prompt))
+            assert answer.result(ENDS_WITHIN_S).status == 500
+            if not at_s:
+                pair.wait_until_at_rest()
+        time.sleep(max(0.0, began + LONGER_S - time.monotonic()))
+    pair.wait_until_at_rest()
+    pair.assert_pulls_right(make_prompt(300, "behind the longer"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_network_that_comes_and_goes(pair: Pair, cluster: Cluster) -> None:
+    """Requests of four clients go on meanwhile. No answer is wrong, none is late, and nothing is left."""
+    is_over = threading.Event()
+
+    def ask(client: int) -> list[tuple[list[int], Completion]]:
+        answers = []
+        for number in itertools.count():
+            prompt = make_prompt(200, ("comes and goes", client, number))
+            answers.append((prompt, pair.decode_leg(prompt, pair.prefill.client.prefill(prompt))))
+            if is_over.wait(0.5):
+                return answers
+        raise AssertionError
+
+    with ThreadPoolExecutor() as threads:
+        clients = [threads.submit(ask, client) for client in range(4)]
+        for _ in range(30):
+            with parted(cluster.hosts, "both"):
+                time.sleep(1.0)
+            time.sleep(1.0)
+        is_over.set()
+        answers = [each for client in clients for each in client.result(60.0)]
+    right = [each for each in answers if each[1].status == 200]
+    for prompt, answer in right:
+        pair.assert_right(answer, prompt)
+    assert {answer.status for _, answer in answers} <= {200, 500}
+    assert len(right) > len(answers) / 2
+    pair.wait_until_at_rest()
+    pair.assert_pulls_right(make_prompt(300, "behind what comes and goes"))
+
+
+@contextmanager
+def parted(hosts: Hosts, way: str) -> Iterator[None]:
+    """No packet passes between P and D, or none one way, or (refused) each is answered by ICMP."""
+    with ExitStack() as parts:
+        if way == "both":
+            parts.enter_context(hosts.parted(P, D))
+        for source, to in {"to P": [(D, P)], "from P": [(P, D)], "refused": [(D, P), (P, D)]}.get(way, []):
+            parts.enter_context(hosts.one_way(source, to, "prohibit" if way == "refused" else "blackhole"))
+        yield

@@ -4,7 +4,9 @@ The doctors pull by the prefill and decode engines' own classes, over real socke
 """
 
 import re
+import subprocess
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +16,7 @@ import pytest
 from tests.support.connector.doctors import Doctors, Visit
 from tests.support.e2e.forwarder import Forwarder
 from tests.support.e2e.hosts import THIS_MACHINE, Hosts, why_not
+from tests.support.waiting import until
 from transfer.peers import parse_address
 
 pytestmark = [
@@ -188,6 +191,18 @@ def test_closed_data_ports(network: Network, how: str) -> None:
 
 
 @pytest.mark.slow
+def test_a_network_that_is_cut_at_the_first_read(network: Network) -> None:
+    """D connects to P's data port, which is not answered, until nothing is."""
+    network.hosts.close_ports(P, DATA, "blackhole")
+    with ThreadPoolExecutor(1) as threads:
+        visit = threads.submit(network.visit)
+        until(lambda: connects_to_data(network.hosts), within_s=60.0)
+        with network.hosts.unplugged(P):
+            found = visit.result()
+    assert re.match(r"FAIL peer: pull: read: .*its system acknowledges nothing, for 3\.5 s", found.failure), found.text
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["on P's interface", "on the way"])
 def test_a_small_mtu(network: Network, where: str) -> None:
     if where == "on the way":
@@ -205,6 +220,14 @@ def test_a_small_mtu_on_the_way_of_which_p_is_not_told(network: Network) -> None
     local = ("rule add pref 20 lookup local", "rule del pref 0")
     network.hosts.configure(P, *local, "rule add pref 10 iif eth1 ipproto icmp blackhole")
     network.fails("peer: pull", "does the way lose large packets", p={"host": host})
+
+
+def connects_to_data(hosts: Hosts) -> bool:
+    """Whether a connection from D to one of P's data ports has no answer yet."""
+    shown = subprocess.run([*hosts.prefix(D), "cat", "/proc/net/tcp"], capture_output=True, text=True, check=True)
+    first, last = map(int, DATA.split("-"))
+    asked = re.findall(r"^ *\d+: \S+ \w+:(\w{4}) 02 ", shown.stdout, re.MULTILINE)  # SYN_SENT
+    return any(first <= int(port, 16) <= last for port in asked)
 
 
 def behind_a_router(hosts: Hosts) -> str:
