@@ -47,9 +47,9 @@ class SlowEngine:
     def __init__(self, engine: TransferEngine, network: Network) -> None:
         self._engine, self._network = engine, network
 
-    def open(self, address: str, regions: Sequence[Region], identity: Any) -> Any:
+    def open(self, address: str, regions: Sequence[Region], identity: Any, given_up: Any) -> Any:
         """Return a slow link."""
-        return _SlowLink(self._engine.open(address, tuple(regions), identity), self._network)
+        return _SlowLink(self._engine.open(address, tuple(regions), identity, given_up), self._network)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)

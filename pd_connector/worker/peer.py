@@ -95,6 +95,7 @@ class Peer:
     def __init__(
         self,
         context: PullContext,
+        address: PeerAddress,
         welcome: Welcome,
         sources: Sequence[Source],
         plans: Mapping[int, Plan],
@@ -105,6 +106,7 @@ class Peer:
 
         Args:
             context: of the worker.
+            address: where it was asked, and for whom.
             welcome: what the handshake returned.
             sources: which ranks are read from.
             plans: by index into the ranks.
@@ -131,7 +133,9 @@ class Peer:
             for rank, host in enumerate(welcome.host_workers):
                 self._readable[rank] += host.regions
         self.regions = {rank: RegionTable(self._readable[rank]) for rank in plans}
-        self.watch = PeerWatch(context.client, context.pull_timeout_s, context.clock)  # for all lanes
+        at = Address(address.host, address.port)
+        timeout_s = context.pull_timeout_s
+        self.watch = PeerWatch(context.client, address.engine_id, at, timeout_s, context.clock)  # for all lanes
         self._engine = context.engine
         self._allowed = context.allowed
         self._links: dict[int, Link] = {}
@@ -207,7 +211,8 @@ class Peer:
         worker = self.workers[rank]
         try:
             self._allowed.check_engine(worker.engine_address)
-            link = self._links[rank] = self._engine.open(worker.engine_address, self._readable[rank], worker.identity)
+            regions, given_up = self._readable[rank], self.watch.of_read()
+            link = self._links[rank] = self._engine.open(worker.engine_address, regions, worker.identity, given_up)
         except PeerNotAllowed as error:
             where = f"prefill rank {rank}: the transfer engine at {worker.engine_address}"
             raise PullFailed(Cause.DENIED, f"{where}: {error}") from error
@@ -333,7 +338,7 @@ def _make_peer(context: PullContext, welcome: Welcome, address: PeerAddress) -> 
     near = None
     if isinstance(context.engine, TwoWayEngine):
         near = SameHostLinks(context.engine.second, welcome.workers, str(address), until_lost)
-    return Peer(context, welcome, sources, plans, _host_plans(context, welcome, plans), near)
+    return Peer(context, address, welcome, sources, plans, _host_plans(context, welcome, plans), near)
 
 
 def _host_plans(context: PullContext, welcome: Welcome, plans: Mapping[int, Plan]) -> dict[int, Plan] | None:

@@ -5,10 +5,11 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from pd_connector.params import RemotePrefill
 from transfer.control.client import ControlClient
 from transfer.control.failures import PeerRefused, PeerUnreachable
 from transfer.control.messages import ErrorCode, Renew, Renewed
+from transfer.engine.interface import GivenUp
+from transfer.peers import Address
 
 #: Between two questions, and before a read asks its first one: most take less, and ask nothing.
 _ASK_EVERY_S = 0.5
@@ -23,9 +24,12 @@ class PeerWatch:
     ``ClientSettings.silent_s``), or that has been replaced.
     """
 
-    def __init__(self, client: ControlClient, timeout_s: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, client: ControlClient, engine_id: str, at: Address, timeout_s: float, clock: Callable[[], float]
+    ) -> None:
         """``timeout_s``: as long as a read may take."""
         self._client = client
+        self._engine_id, self._at = engine_id, at
         self._timeout_s = timeout_s
         self._clock = clock
         self._lock = threading.Lock()  # guards what follows
@@ -33,12 +37,15 @@ class PeerWatch:
         self._asked_at = -math.inf
         self._lost_at, self._why = -math.inf, ""  # when the question was asked that said so
 
-    def of_read(self, remote: RemotePrefill) -> Callable[[], str]:
-        """Return what tells why a read that begins now is to end, empty if it is not. Cheap, and never waits."""
-        began = self._clock()
-        return lambda: self._look(remote, began) if self._clock() >= began + _ASK_EVERY_S else ""
+    def of_read(self) -> GivenUp:
+        """Return what tells why a read that begins now, or the link for it, is to end; empty if it is not.
 
-    def _look(self, remote: RemotePrefill, began: float) -> str:
+        Cheap, and never waits.
+        """
+        began = self._clock()
+        return lambda: self._look(began) if self._clock() >= began + _ASK_EVERY_S else ""
+
+    def _look(self, began: float) -> str:
         with self._lock:
             if self._answer is not None and self._answer.done():
                 error = self._answer.exception()
@@ -51,8 +58,6 @@ class PeerWatch:
                 return self._why
             if self._answer is None and self._clock() >= self._asked_at + _ASK_EVERY_S:
                 self._asked_at = self._clock()
-                renews_nothing = Renew(remote.remote_engine_id, ())
-                self._answer = self._client.request(
-                    remote.remote_host, remote.remote_port, renews_nothing, self._timeout_s
-                )
+                renews_nothing = Renew(self._engine_id, ())
+                self._answer = self._client.request(self._at.host, self._at.port, renews_nothing, self._timeout_s)
             return ""

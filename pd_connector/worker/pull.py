@@ -411,7 +411,7 @@ class Pull:
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("PDConnector: %s, prefill rank %d: %s", self.order.request_id, rank, schedule.describe())
         try:
-            given_up = peer.watch.of_read(self.order.remote)
+            given_up = peer.watch.of_read()
             copying_s = reads.carry_out(link, schedule, self._deadline - context.clock(), given_up)
             in_place = context.clock()
             link.prove(max(self._deadline - context.clock(), MIN_ANSWER_S))

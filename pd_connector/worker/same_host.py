@@ -23,7 +23,7 @@ from transfer.copies.batch.cuda import CudaRuntime
 from transfer.copies.batch.streams import DeviceStream
 from transfer.copies.reshape.reshape_kernel import KernelUnusable, RunKernel
 from transfer.engine.cuda_ipc import CudaIpcEngine, CudaIpcLink
-from transfer.engine.interface import EngineStartError, Link, ReadFailed, TransferEngine
+from transfer.engine.interface import EngineStartError, GivenUp, Link, ReadFailed, TransferEngine, never
 
 logger = logging.getLogger(__name__)
 
@@ -53,9 +53,11 @@ class TwoWayEngine(TransferEngine):
         self.first.register(regions)
         self.second.register(regions)
 
-    def open(self, address: str, regions: Sequence[Region], identity: Identity | None = None) -> Link:
+    def open(
+        self, address: str, regions: Sequence[Region], identity: Identity | None = None, given_up: GivenUp = never
+    ) -> Link:
         """See the contract. The first way."""
-        return self.first.open(address, regions, identity)
+        return self.first.open(address, regions, identity, given_up)
 
     def close(self) -> None:
         """See the contract."""

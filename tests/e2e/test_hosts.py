@@ -13,7 +13,6 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from tests.support.e2e.apart_deployments import HOSTS
-from tests.support.e2e.choice import rarely
 from tests.support.e2e.client import Completion
 from tests.support.e2e.cluster import Cluster
 from tests.support.e2e.deployments import on
@@ -33,8 +32,9 @@ INTO_A_READ_S = 1.5
 #: docs/reliability.md: 5 s, and some more where the machine is busy.
 ENDS_WITHIN_S = 6.5
 LONGER_S = 200.0
-RARE_PARTS = [
-    ("before", "both"), ("at once", "both"), *(("reading", way) for way in ("to P", "from P", "refused")),
+PARTS = [
+    ("reading", "both"), ("before", "both"), ("at once", "both"),
+    *(("reading", way) for way in ("to P", "from P", "refused")),
 ]  # fmt: skip
 
 
@@ -59,7 +59,13 @@ def test_a_short_part_in_the_middle_of_a_read_costs_time_only(pair: Pair, cluste
         pair.assert_right(answer.result(60), prompt)
 
 
-@pytest.mark.parametrize(("when", "way"), [("reading", "both"), *(rarely(each) for each in RARE_PARTS)], ids="-".join)
+@pytest.mark.parametrize(
+    ("when", "way"),
+    [
+        pytest.param(*each, marks=pytest.mark.slow if number else (), id="-".join(each))
+        for number, each in enumerate(PARTS)
+    ],
+)
 def test_a_long_part_ends_in_an_error_in_time_and_the_next_prompt_is_pulled(
     pair: Pair, cluster: Cluster, when: str, way: str
 ) -> None:

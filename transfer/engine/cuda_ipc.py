@@ -152,7 +152,9 @@ class CudaIpcEngine(TransferEngine):
             except IpcRefused as error:
                 self.refusal = str(error)
 
-    def open(self, address: str, regions: Sequence[Region], identity: Identity | None = None) -> "CudaIpcLink":
+    def open(
+        self, address: str, regions: Sequence[Region], identity: Identity | None = None, given_up: GivenUp = never
+    ) -> "CudaIpcLink":
         """See the contract. Maps the peer's memory and reads its number, which always proves who it is."""
         exported = ExportedMemory.decode(address)
         check_identity(identity or exported.identity, exported.name)
@@ -393,11 +395,7 @@ class CudaIpcLink(Link):
         return placed
 
     def _copy(self, placed: PlacedCopies, timeout_s: float, given_up: GivenUp) -> None:
-        """Copy on this link's stream; return when all bytes have landed.
-
-        Raises:
-            ReadFailed: see the contract.
-        """
+        """Copy on this link's stream; return when all bytes have landed. Fails as ``Link.read`` does."""
         self._copies.enter_thread()
         deadline = time.monotonic() + timeout_s
         try:

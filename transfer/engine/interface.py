@@ -121,14 +121,17 @@ class TransferEngine(ABC):
         """
 
     @abstractmethod
-    def open(self, address: str, regions: Sequence[Region], identity: Identity | None = None) -> Link:
+    def open(
+        self, address: str, regions: Sequence[Region], identity: Identity | None = None, given_up: GivenUp = never
+    ) -> Link:
         """Return a link to the peer at ``address``, whose registered memory is ``regions``.
 
         Connects on threads on which nothing is read, so that a peer that does not answer delays no other, as far as the
-        transport allows it. ``identity`` is the peer's; if it is None, nobody proves who it is.
+        transport allows it. ``identity`` is the peer's; if it is None, nobody proves who it is. ``given_up`` is as for
+        ``Link.read``.
 
         Raises:
-            ReadFailed: the peer cannot be reached, or is another than ``identity`` says (always settled).
+            ReadFailed: the peer cannot be reached, was given up, or is another than ``identity`` says (always settled).
         """
 
     @abstractmethod

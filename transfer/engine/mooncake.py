@@ -27,7 +27,7 @@ from layout.geometry import Identity, Region
 from layout.regions import RegionTable, describe_region
 from transfer.engine.batches import RegisteredMemory
 from transfer.engine.identity import HostIdentityMemory, IdentityMemory, OwnIdentity, check_identity
-from transfer.engine.interface import EngineStartError, ReadFailed, TransferEngine
+from transfer.engine.interface import EngineStartError, GivenUp, ReadFailed, TransferEngine, never
 from transfer.engine.mooncake_limits import LIMITS, Limits
 from transfer.engine.mooncake_links import MooncakeLink, OwnEngineLink, SharedEngineLink
 from transfer.engine.mooncake_native import NativeEngine, NativeOptions
@@ -228,7 +228,9 @@ class MooncakeEngine(TransferEngine):
                 "layers each"
             )
 
-    def open(self, address: str, regions: Sequence[Region], identity: Identity | None = None) -> MooncakeLink:
+    def open(
+        self, address: str, regions: Sequence[Region], identity: Identity | None = None, given_up: GivenUp = never
+    ) -> MooncakeLink:
         """See the contract. The identity is read now, so that the first real read finds a warm link.
 
         On a shared engine, a peer is neither opened nor read while earlier reads from it have failed and not settled.
@@ -250,7 +252,7 @@ class MooncakeEngine(TransferEngine):
             link = self._link_kind(self, address, peer, identity, window)
             self._links.add(link)  # so that ``close`` waits for it
         try:
-            link.connect()
+            link.connect(given_up)
         except BaseException:
             link.close()
             raise

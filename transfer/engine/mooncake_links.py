@@ -89,10 +89,11 @@ class MooncakeLink(Link):
     def _interrupt(self) -> None:
         """End a call to the peer, which ``close`` waits for, unless it ends with the engine."""
 
-    def connect(self) -> None:
+    def connect(self, given_up: GivenUp = never) -> None:
         """Wait for the peer's first answer, up to the connect timeout, and find out whether it is the right one.
 
-        On Ascend, the link is made after that answer, for which there is as much time as CANN has.
+        On Ascend, the link is made after that answer, for which there is as much time as CANN has. ``given_up``: see
+        ``Link.read``.
 
         Raises:
             ReadFailed: the peer did not answer, or is another (always settled: only scratch memory was written).
@@ -106,9 +107,9 @@ class MooncakeLink(Link):
                 raise ReadFailed(f"cannot open a link to {self.address}: {error}", settled=True) from error
             if refusal := native.refusal(self.address):
                 raise ReadFailed(f"cannot open a link to {self.address}: {refusal}", settled=True)
-            self._await_answer(native)
+            self._await_answer(native, given_up)
 
-    def _await_answer(self, native: NativeEngine) -> None:
+    def _await_answer(self, native: NativeEngine, given_up: GivenUp) -> None:
         started = time.monotonic()
         answers: list[str] = []
         # Mooncake's first calls to a peer take no timeout, so another thread makes them.
@@ -117,15 +118,19 @@ class MooncakeLink(Link):
             thread.start()
         except RuntimeError as error:  # the system has no thread left
             raise ReadFailed(f"cannot open a link to {self.address}: {error}", settled=True) from error
+        lost = ""
         while thread.is_alive() and (left_s := self._left_s(native, started)) > 0 and not self._closing.is_set():
+            if lost := given_up():
+                break
             thread.join(min(0.05, left_s))
         if answers:  # at the last moment: only the thread has not ended yet
             thread.join()
         if thread.is_alive():
-            answers.append("closed here" if self._closing.is_set() else "accepts connections but does not answer")
+            silent = lost or "accepts connections but does not answer"
+            answers.append("closed here" if self._closing.is_set() else silent)
         reason = answers[0] if answers else "the call to it failed"
         moves_data = self._options.protocol == "tcp"
-        if reason not in ("", _ANOTHER):  # closing may be why the peer refused
+        if reason not in ("", _ANOTHER, lost):  # closing may be why the peer refused
             unwanted = self._closing.is_set
             found = "" if unwanted() else closed_port(self.address, moves_data=moves_data, unwanted=unwanted)
             reason = "closed here" if self._closing.is_set() else found or reason

@@ -29,6 +29,7 @@ from typing import Any
 from layout.geometry import Region
 from layout.regions import describe_region
 from transfer.engine.ascend_environment import ascend_settings, link_s, set_qos
+from transfer.engine.connecting import connecting_to
 from transfer.engine.interface import EngineStartError
 from transfer.peers import Address, parse_address, parse_ip, resolve
 
@@ -385,7 +386,7 @@ class NativeEngine:
         return os.pread(self._memory, size, address)
 
     def interrupt(self, address: str) -> None:
-        """Make calls fail that wait for the peer's first answer."""
+        """Make calls fail that wait for the peer's first answer, or for its system's."""
         peer = parse_address(address)
         try:
             peers = {entry[4][0] for entry in socket.getaddrinfo(peer.host, peer.port, type=socket.SOCK_STREAM)}
@@ -398,6 +399,10 @@ class NativeEngine:
                         connection.shutdown(socket.SHUT_RDWR)
                 except OSError:
                     continue  # the connection has ended
+        for connection, ip in connecting_to(peer.port):
+            with connection, suppress(OSError):
+                if ip in peers:
+                    connection.shutdown(socket.SHUT_RDWR)
 
     def delete(self) -> None:
         """Delete the engine, which writes nothing after that. No other call may be running. Idempotent.

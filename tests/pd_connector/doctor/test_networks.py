@@ -31,6 +31,7 @@ ELSEWHERE = "10.98.0.1"  # an address of P at a cable that does not lead to D
 NO_ANSWER = "there is no connection, for 3.5 s: "
 #: docs/reliability.md: 10 s at first contact, and what else a busy machine takes.
 FAILS_WITHIN_S = 40.0
+CUT_FAILS_WITHIN_S = 6.0  # 5 s, once P has been met
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +200,11 @@ def test_a_network_that_is_cut_at_the_first_read(network: Network) -> None:
         until(lambda: connects_to_data(network.hosts), within_s=60.0)
         with network.hosts.unplugged(P):
             found = visit.result()
-    assert re.match(r"FAIL peer: pull: read: .*its system acknowledges nothing, for 3\.5 s", found.failure), found.text
+    said = re.match(
+        r"FAIL peer: pull: unreachable: .* \(([\d.]+) s\): its engine was given up: .* for 3\.5 s", found.failure
+    )
+    assert said, found.text
+    assert float(said[1]) < CUT_FAILS_WITHIN_S
 
 
 @pytest.mark.slow

@@ -40,7 +40,7 @@ from tests.support.engine.in_process import Fault, InProcessEngine, InProcessFab
 from tests.support.layout.oracle import Engine
 from tests.support.waiting import ManualClock, holds_for, until
 from transfer.control.messages import Hello, Release, Request, decode_request
-from transfer.engine.interface import GivenUp, ReadFailed
+from transfer.engine.interface import GivenUp, ReadFailed, never
 
 
 class RememberingEngine(InProcessEngine):
@@ -50,8 +50,10 @@ class RememberingEngine(InProcessEngine):
         super().__init__(fabric)
         self.opened: list[InProcessLink] = []
 
-    def open(self, address: str, regions: Sequence[Region], identity: Identity | None = None) -> InProcessLink:
-        self.opened.append(super().open(address, regions, identity))
+    def open(
+        self, address: str, regions: Sequence[Region], identity: Identity | None = None, given_up: GivenUp = never
+    ) -> InProcessLink:
+        self.opened.append(super().open(address, regions, identity, given_up))
         return self.opened[-1]
 
 

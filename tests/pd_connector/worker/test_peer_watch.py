@@ -7,15 +7,16 @@ import pytest
 
 from pd_connector.worker.peer_watch import PeerWatch
 from tests.support.connector.engines import OURS, THEIRS, Site, an_order
-from tests.support.connector.requests import RecordingClient, a_prompt, a_remote
+from tests.support.connector.requests import RecordingClient
 from tests.support.engine.in_process import Fault
 from tests.support.waiting import ManualClock, holds_for, until
 from transfer.control.client import ControlClient
 from transfer.control.failures import PeerRefused, PeerUnreachable, TooManyPeers
 from transfer.control.messages import ErrorCode, Renew, Renewed
 from transfer.control.peer_sockets import ClientSettings
+from transfer.peers import Address
 
-REMOTE = a_remote(a_prompt(70))
+AT = "engine-p", Address("10.0.0.5", 8998)
 UNREACHABLE = PeerUnreachable(host="10.0.0.5", port=8998, request_type="renew", tried_s=4.0, attempts=1, reason="cut")
 REPLACED, FAILED = (
     PeerRefused(host="10.0.0.5", port=8998, request_type="renew", code=code, reason="says P")
@@ -28,8 +29,8 @@ class Watched:
 
     def __init__(self) -> None:
         self.clock, self.client = ManualClock(), RecordingClient()
-        self.engine = PeerWatch(self.client, 60.0, self.clock)
-        self.watch, self.other = self.engine.of_read(REMOTE), self.engine.of_read(REMOTE)
+        self.engine = PeerWatch(self.client, *AT, 60.0, self.clock)
+        self.watch, self.other = self.engine.of_read(), self.engine.of_read()
         self.clock.advance(0.5)
         assert self.watch() == self.other() == ""
         assert self.client.sent == [("10.0.0.5", 8998, Renew("engine-p", ()))], "for both"
@@ -38,7 +39,7 @@ class Watched:
 
 def test_a_short_read_asks_nothing() -> None:
     clock, client = ManualClock(), RecordingClient()
-    watch = PeerWatch(client, 60.0, clock).of_read(REMOTE)
+    watch = PeerWatch(client, *AT, 60.0, clock).of_read()
     clock.advance(0.49)
     assert watch() == ""
     assert client.sent == []
@@ -70,7 +71,7 @@ def test_a_read_is_not_ended_by_the_answer_to_a_question_from_before_it() -> Non
     """The engine may have come back; the question may have been asked for as long as an earlier read was to take."""
     watched = Watched()
     watched.clock.advance(1.0)
-    later = watched.engine.of_read(REMOTE)
+    later = watched.engine.of_read()
     watched.client.futures[0].set_exception(UNREACHABLE)
     watched.clock.advance(0.5)
     assert later() == ""

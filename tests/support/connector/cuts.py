@@ -78,8 +78,9 @@ class Apart:
             hosts.namespace(number)
 
     def prefill(self, number: int = P, **options: Any) -> PrefillEngine:
+        given: dict[str, Any] = {"host": Hosts.address(number), "ttl_s": TTL_S} | options
         with self.hosts.entered(number):
-            return self.site.prefill(**{"host": Hosts.address(number), "ttl_s": TTL_S} | options)
+            return self.site.prefill(**given)
 
     def moving(self) -> MovingEngine:
         """A prefill engine with host memory."""

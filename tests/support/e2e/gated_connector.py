@@ -62,8 +62,8 @@ class _GatedEngine:
     def __init__(self, engine: TransferEngine, gates: Gates, lands: Callable[[Copies], bool]) -> None:
         self._engine, self._gates, self._lands = engine, gates, lands
 
-    def open(self, address: str, regions: Sequence[Region], identity: Any) -> Any:
-        return _GatedLink(self._engine.open(address, tuple(regions), identity), self._gates, self._lands)
+    def open(self, address: str, regions: Sequence[Region], identity: Any, given_up: Any) -> Any:
+        return _GatedLink(self._engine.open(address, tuple(regions), identity, given_up), self._gates, self._lands)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)

@@ -158,7 +158,9 @@ class InProcessEngine(TransferEngine):
         """See the contract."""
         self.memory.add(regions)
 
-    def open(self, address: str, regions: Sequence[Region], identity: Identity | None = None) -> "InProcessLink":
+    def open(
+        self, address: str, regions: Sequence[Region], identity: Identity | None = None, given_up: GivenUp = never
+    ) -> "InProcessLink":
         """See the contract."""
         found = self._fabric.find(address)
         if found is None:

@@ -1,0 +1,49 @@
+"""This process's sockets that are still being connected: only the system's table of sockets tells whereto."""
+
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from ipaddress import IPv6Address, ip_address
+from pathlib import Path
+
+_TABLES = [Path("/proc/thread-self/net", name) for name in ("tcp", "tcp6")]
+_SYN_SENT = "02"
+_FILES = "/proc/self/fd"
+
+
+def connecting_to(port: int) -> Iterator[tuple[socket.socket, str]]:
+    """Yield duplicates of sockets that wait for a peer's port to answer, with its IP address.
+
+    The caller closes each before the next. The table may have thousands of lines: for when a call hangs.
+    """
+    asked = dict(_asked(port))
+    for entry in os.listdir(_FILES) if asked else ():
+        with suppress(OSError):  # closed in the meantime
+            number = os.stat(f"{_FILES}/{entry}").st_ino
+            if number not in asked:
+                continue
+            duplicate = os.dup(int(entry))
+            if os.fstat(duplicate).st_ino != number:  # the file's number is another one's by now
+                os.close(duplicate)
+                continue
+            # Said not to block, it stays as it is.
+            yield socket.socket(type=socket.SOCK_STREAM | socket.SOCK_NONBLOCK, fileno=duplicate), asked[number]
+
+
+def _asked(port: int) -> Iterator[tuple[int, str]]:
+    """Yield inodes and peers' addresses of all sockets here that are being connected to a port."""
+    for table in _TABLES:
+        for line in table.read_text().splitlines()[1:] if table.exists() else ():
+            _, _, remote, state, _, _, _, _, _, inode = line.split()[:10]
+            host, _, asked = remote.partition(":")
+            if state == _SYN_SENT and int(asked, 16) == port:
+                yield int(inode), _address(host)
+
+
+def _address(words: str) -> str:
+    """Return an address whose words of four bytes are written as this machine has them in memory."""
+    in_memory = (int(words[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(words), 8))
+    found = ip_address(b"".join(in_memory))
+    return str(found.ipv4_mapped if isinstance(found, IPv6Address) and found.ipv4_mapped else found)
