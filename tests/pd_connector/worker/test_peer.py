@@ -6,7 +6,7 @@ Real control channel, real leases and real bytes; the transfer engine is the in-
 import logging
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import replace
@@ -16,7 +16,6 @@ from unittest.mock import patch
 import pytest
 
 from layout.copies import Copies
-from layout.geometry import Identity, Region
 from pd_connector.orders import Cause
 from pd_connector.scheduler.prefill.leases import LeaseTable
 from pd_connector.worker import session as session_module
@@ -40,7 +39,7 @@ from tests.support.engine.in_process import Fault, InProcessEngine, InProcessFab
 from tests.support.layout.oracle import Engine
 from tests.support.waiting import ManualClock, holds_for, until
 from transfer.control.messages import Hello, Release, Request, decode_request
-from transfer.engine.interface import GivenUp, ReadFailed, never
+from transfer.engine.interface import GivenUp, ReadFailed
 
 
 class RememberingEngine(InProcessEngine):
@@ -50,10 +49,8 @@ class RememberingEngine(InProcessEngine):
         super().__init__(fabric)
         self.opened: list[InProcessLink] = []
 
-    def open(
-        self, address: str, regions: Sequence[Region], identity: Identity | None = None, given_up: GivenUp = never
-    ) -> InProcessLink:
-        self.opened.append(super().open(address, regions, identity, given_up))
+    def open(self, *arguments: Any, **named: Any) -> InProcessLink:
+        self.opened.append(super().open(*arguments, **named))
         return self.opened[-1]
 
 
