@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.connector.doctors import Doctors, Visit
+from tests.support.connector.doctors import NONE, Doctors, Visit
 from tests.support.e2e.forwarder import Forwarder
 from tests.support.e2e.hosts import THIS_MACHINE, Hosts, why_not
 from tests.support.waiting import until
@@ -28,6 +28,7 @@ pytestmark = [
 P, D, ROUTER = 1, 2, 3
 CONTROL, DATA = "9876", "15000-17000"
 ELSEWHERE = "10.98.0.1"  # an address of P at a cable that does not lead to D
+ELSEWHERE_TOO = "10.98.1.1"  # at a cable that does
 NO_ANSWER = "there is no connection, for 3.5 s: "
 #: docs/reliability.md: 10 s at first contact, and what else a busy machine takes.
 FAILS_WITHIN_S = 40.0
@@ -54,13 +55,14 @@ class Network:
         *,
         names: str = "",
         by_router: bool = False,
+        variables: Mapping[str, str] = NONE,
     ) -> Visit:
-        """What D's doctor says of P's, given their settings.
+        """What D's doctor says of P's, given their settings, and variables of P's environment.
 
         ``by_router``: at an HTTP port of this machine, which reaches P wherever it is, as a router or an ingress does.
         """
         with ExitStack() as stack:
-            address = stack.enter_context(self.doctors.listening(self.hosts, P, names, **(p or {})))
+            address = stack.enter_context(self.doctors.listening(self.hosts, P, names, variables, **(p or {})))
             if by_router:
                 to = parse_address(address)
                 here = Hosts.address(THIS_MACHINE)
@@ -114,17 +116,17 @@ def test_no_default_route(network: Network) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_set", [False, True], ids=["unset", "set"])
-def test_several_interfaces_of_which_that_of_the_default_route_does_not_lead_to_d(
-    network: Network, is_set: bool
-) -> None:
+@pytest.mark.parametrize("which", ["", "host", "VLLM_HOST_IP"], ids=["unset", "host", "variable"])
+def test_several_interfaces_of_which_that_of_the_default_route_does_not_lead_to_d(network: Network, which: str) -> None:
     hosts = network.hosts
     hosts.join(P, D, "eth1")
     for number in (P, D):
         hosts.configure(number, f"address add 10.98.1.{number}/24 dev eth1")
     with hosts.parted(P, D):
-        if is_set:
-            assert pulls(network.visit({"host": "10.98.1.1"}))
+        if which == "host":
+            assert pulls(network.visit({which: ELSEWHERE_TOO}))
+        elif which:
+            assert pulls(network.visit(variables={which: ELSEWHERE_TOO}))
         else:
             network.fails("peer: handshake", re.escape(Hosts.address(P)), NO_ANSWER, "setting host", by_router=True)
 

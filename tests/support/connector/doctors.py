@@ -12,10 +12,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tests.support.e2e.hosts import Hosts, enter
@@ -23,6 +24,7 @@ from tests.support.sources import ROOT
 from tests.support.waiting import until
 
 LISTENING = re.compile(r"^listening at (\S+);", re.MULTILINE)
+NONE: Mapping[str, str] = MappingProxyType({})
 _CLONE_NEWNS, _MS_BIND, _MS_REC, _MS_PRIVATE = 0x20000, 4096, 16384, 1 << 18
 _TOKENS = "500"  # 16 MB: no system takes them all at once
 
@@ -60,12 +62,15 @@ class Doctors:
         self._forked.communicate()
 
     @contextmanager
-    def listening(self, hosts: Hosts, number: int, names: str = "", **config: object) -> Iterator[str]:
+    def listening(
+        self, hosts: Hosts, number: int, names: str = "", variables: Mapping[str, str] = NONE, **config: object
+    ) -> Iterator[str]:
         """Yield the address of a doctor that listens on a host, or why it does not.
 
-        ``names``: what the host has in /etc/hosts.
+        ``names``: what the host has in /etc/hosts. ``variables``: of the doctor's environment.
         """
-        output, process = self._start(hosts, number, names, "--listen", "--config", json.dumps(config))
+        arguments = ("--listen", "--config", json.dumps(config))
+        output, process = self._start(hosts, number, names, *arguments, variables=variables)
         until(lambda: output.with_suffix(".rc").exists() or LISTENING.search(output.read_text()), within_s=60.0)
         found = LISTENING.search(output.read_text())
         try:
@@ -83,11 +88,16 @@ class Doctors:
         self._end(output, within_s=240.0)
         return Visit(output.read_text(), time.monotonic() - began)
 
-    def _start(self, hosts: Hosts, number: int, names: str, *arguments: str) -> tuple[Path, int]:
+    def _start(
+        self, hosts: Hosts, number: int, names: str, *arguments: str, variables: Mapping[str, str] = NONE
+    ) -> tuple[Path, int]:
         self._number += 1
         output = self._directory / f"{self._number}.txt"
         output.touch()
-        order = {"namespace": hosts.namespace(number), "names": names, "arguments": arguments, "output": str(output)}
+        order = {
+            "namespace": hosts.namespace(number), "names": names, "arguments": arguments, "output": str(output),
+            "variables": dict(variables),
+        }  # fmt: skip
         assert self._forked.stdin is not None
         assert self._forked.stdout is not None
         self._forked.stdin.write(json.dumps(order) + "\n")
@@ -128,6 +138,7 @@ def _run(order: dict[str, Any]) -> None:
         with output.open("wb") as file:
             for stream in (1, 2):
                 os.dup2(file.fileno(), stream)
+        os.environ.update(order["variables"])
         _enter(order["namespace"], order["names"], output.parent)
         doctor._transfer_engine = lambda config: "left out"
         status = doctor.main(order["arguments"])
