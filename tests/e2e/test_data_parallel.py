@@ -1,21 +1,25 @@
-"""Two data-parallel engines behind one URL of P, and two behind one of D: vLLM chooses, and no router knows which."""
+"""Data-parallel engines behind one URL of P and one of D: vLLM chooses, and no router knows which."""
 
+import os
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
 
-from tests.support.e2e.apart_deployments import DATA_PARALLEL
+from tests.support.e2e.apart_deployments import DATA_PARALLEL, FOUR_TO_ONE, ONE_TO_FOUR
 from tests.support.e2e.client import Client
-from tests.support.e2e.cluster import Server
+from tests.support.e2e.cluster import Cluster, Server
 from tests.support.e2e.deployments import on
 from tests.support.e2e.pair import assert_same_output, make_prompt, wait_until_at_rest
 from tests.support.examples.harness import ProxyProcess
+from tests.support.waiting import until
 
-pytestmark = [pytest.mark.routers, on(DATA_PARALLEL)]
+pytestmark = [pytest.mark.routers, pytest.mark.timeout(1500)]
 
-PAIRS_OF_ENGINES = 4  # each of which proves its first prompt
+MOST_PAIRS_OF_ENGINES = 4  # each of which proves its first prompt
+RANK_HEADER = "X-data-parallel-rank"  # vLLM's
 
 
 @pytest.fixture
@@ -30,22 +34,25 @@ def proxy(servers: dict[str, Server]) -> Iterator[Client]:
         wait_until_at_rest(server)
 
 
+@on(DATA_PARALLEL, FOUR_TO_ONE, ONE_TO_FOUR)
 def test_every_prompt_is_answered_right_and_pulled_but_those_that_prove_a_pair_of_engines(
     servers: dict[str, Server], proxy: Client
 ) -> None:
     prompts = [make_prompt(200 + number, ("data parallel", number)) for number in range(24)]
-    before = servers["D"].client.metrics()
+    before = {name: server.client.metrics() for name, server in servers.items()}
     with ThreadPoolExecutor(6) as clients:
         answers = list(clients.map(proxy.complete, prompts))
     for prompt, answer in zip(prompts, answers, strict=True):
         assert_same_output(answer, servers["P"].client.compute(prompt))
-    counted = servers["D"].client.metrics().since(before)
-    assert counted.value("vllm:pd_pulls_total") >= len(prompts) - PAIRS_OF_ENGINES
-    assert counted.value("vllm:pd_pull_failures_total") == 0
-    engines = {labels["engine"] for name, labels, value in counted.samples if name == "vllm:pd_pulls_total" and value}
-    assert len(engines) == 2, "both engines of D pull"
+    counted = {name: server.client.metrics().since(before[name]) for name, server in servers.items()}
+    assert counted["D"].value("vllm:pd_pulls_total") >= len(prompts) - MOST_PAIRS_OF_ENGINES
+    assert counted["D"].value("vllm:pd_pull_failures_total") == 0
+    for name, metric in (("P", "vllm:pd_leases_total"), ("D", "vllm:pd_pulls_total")):
+        working = {engine for engine in engines_of(servers[name]) if counted[name].value(metric, engine=engine) > 0}
+        assert working == engines_of(servers[name]), name
 
 
+@on(DATA_PARALLEL)
 def test_choices_of_a_request_are_answered_right_on_whichever_engines(
     servers: dict[str, Server], proxy: Client
 ) -> None:
@@ -53,3 +60,57 @@ def test_choices_of_a_request_are_answered_right_on_whichever_engines(
         prompt = make_prompt(200, ("choices", number))
         choices = proxy.choices(prompt, 3, temperature=0.1, top_k=1)  # vLLM wants sampling: of one token
         assert choices == [servers["P"].client.compute(prompt).tokens] * 3
+
+
+@on(DATA_PARALLEL)
+@pytest.mark.parametrize("side", ["P", "D"])
+def test_each_rank_has_host_memory_of_its_own(servers: dict[str, Server], side: str) -> None:
+    """What a rank has evicted comes out of its own, and is not in that of the other."""
+    url = servers[side].client.base_url
+    prompt = make_prompt(600, ("host memory", side))
+    with closing(Client(url, {RANK_HEADER: "0"})) as first, closing(Client(url, {RANK_HEADER: "1"})) as second:
+        expected = first.complete(prompt)
+        for number in range(4):
+            first.complete(make_prompt(1200, ("evicts", side, number)), 1)
+        before = first.metrics()
+        for asked in (second, first):
+            assert_same_output(asked.complete(prompt), expected)
+        counted = first.metrics().since(before)
+    assert counted.value("vllm:pd_host_tokens_total", engine="0") > 500
+    assert counted.value("vllm:pd_host_tokens_total", engine="1") == 0
+
+
+@on(DATA_PARALLEL)
+def test_a_rank_of_p_that_is_killed(servers: dict[str, Server], cluster: Cluster, proxy: Client) -> None:
+    """vLLM ends the whole server. What was under way is answered right or in an error, and D holds nothing."""
+    prefill, decode = servers["P"], servers["D"]
+    prompts = [make_prompt(400 + number, ("killed rank", number)) for number in range(24)]
+    with ThreadPoolExecutor(4) as clients:
+        answers = [clients.submit(proxy.complete, prompt) for prompt in prompts]
+        until(lambda: sum(each.done() for each in answers) >= 6, within_s=120.0)
+        _, killed = prefill.processes("EngineCore")
+        os.kill(killed, signal.SIGKILL)
+        results = [each.result() for each in answers]
+    until(lambda: not prefill.is_running, within_s=120.0)
+    wait_until_at_rest(decode)
+    statuses = [each.status for each in results]
+    assert statuses[:6].count(200) >= 2
+    assert statuses[-1] != 200
+    assert all(status == 200 or status >= 500 for status in statuses), statuses
+    for prompt, answer in zip(prompts, results, strict=True):
+        if answer.status == 200:
+            assert_same_output(answer, decode.client.compute(prompt))
+    cluster.restart(prefill)
+    before = decode.client.metrics()
+    until(lambda: proxy.complete(prompts[0]).status == 200)
+    for number in range(3 * MOST_PAIRS_OF_ENGINES):
+        prompt = make_prompt(200, ("behind the killed rank", number))
+        assert_same_output(proxy.complete(prompt), decode.client.compute(prompt))
+    assert decode.client.metrics().since(before).value("vllm:pd_pulls_total") > 0
+
+
+def engines_of(server: Server) -> set[str]:
+    """The labels of a server's engines."""
+    return {
+        labels["engine"] for name, labels, _ in server.client.metrics().samples if name == "vllm:num_requests_running"
+    }

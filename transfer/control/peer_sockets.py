@@ -62,13 +62,13 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_peers: int = 1024  # sockets at a time, one for each engine: a data-parallel rank is one
     max_silent: int = 128  # of these, of one host without a connection, so that wrong ports leave room for others
     max_resolvers: int = 16  # concurrent look-ups of host names, for which others wait; numeric hosts may need none
-    heartbeat_s: float = 1.0  # how often a connection is probed, so that it has something to be acknowledged
+    heartbeat_s: float = 0.5  # how often a connection is probed, so that it has something to be acknowledged
     stalled_s: float = 9.0  # a connection whose probes the peer's process does not answer for this long is made again
     connect_timeout_s: float = 3.0
     #: How long a peer with requests pending may be without a connection, or its system without acknowledging anything.
     #: That of a process that is stopped or busy does both. On a fast network, TCP sends for the last time within it
-    #: after 3.2 s, so that a cut of 2 s is survived. With the time to the next probe, it is under 5 s.
-    silent_s: float = 3.5
+    #: after 3.2 s, so that a cut of 2 s is survived. The times to the next probe and the next check come on top.
+    silent_s: float = 3.75
     linger_s: float = 0.1  # how long close lets the last requests leave
     log_interval_s: float = 60.0  # at most one warning per cause in this time
     close_timeout_s: float = 5.0  # how long close waits for the thread, which gives look-ups half of that time

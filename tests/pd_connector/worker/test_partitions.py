@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pd_connector.orders import Orders, RankEnds
+from pd_connector.orders import LeaseEnd, Orders, RankEnds
 from pd_connector.scheduler.decode.renewals import Renewals
 from pd_connector.worker.lease_checksums import CacheChecksums
 from pd_connector.worker.verification import Verifier
@@ -22,7 +22,7 @@ from tests.support.connector.moving import IN_HOST
 from tests.support.e2e.hosts import Hosts, why_not
 from tests.support.engine.in_process import Fault
 from tests.support.waiting import until
-from transfer.control.messages import Checksums, Follow, Hello, Locate, Release, Renew
+from transfer.control.messages import Cancel, Checksums, Follow, Hello, Locate, Release, Renew
 from transfer.control.server import ControlServer
 
 pytestmark = [
@@ -178,6 +178,20 @@ def test_a_prompt_that_is_followed(site: Site, apart: Apart, cut_for: CutFor, se
     prompt.compute(48)
     prompt.complete()
     check(cut, seconds, worker, prefill, Follow)
+
+
+@pytest.mark.parametrize("seconds", DURATIONS)
+def test_a_cancel(apart: Apart, cut_for: CutFor, seconds: float) -> None:
+    """It arrives when the network is back, or the lease expires."""
+    cut, prefill = cut_for(seconds), apart.prefill()
+    worker = apart.decode(cut, Cancel)
+    remote = prefill.prefill("r", THEIRS)
+    with closing(Renewals(worker.client, 5.0, 120.0)) as renewals:
+        renewals.cancel(remote)
+        assert cut.began
+        until(lambda: prefill.leases.collect() == ("r",), within_s=2 * TTL_S)
+    ended = prefill.leases.take_events().keys() & set(LeaseEnd)
+    assert ended == {LeaseEnd.CANCELLED if seconds == SHORT_S else LeaseEnd.EXPIRED}
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from tests.support.e2e.cluster import START_TIMEOUT_S
-from tests.support.e2e.deployments import SECRET, Deployment, decode, peer, prefill
+from tests.support.e2e.deployments import SECRET, Deployment, decode, peer, prefill, with_host_memory
 
 #: Each on a host of its own, and finds its address by itself.
 HOSTS = Deployment("hosts", (("P", replace(prefill(), host=1)), ("D", replace(decode(), host=2))))
@@ -23,12 +23,16 @@ TWO_NODES = Deployment(
     slow=True,
 )
 
-#: Two engines behind each URL, which vLLM balances.
-DATA_PARALLEL = Deployment(
-    "data parallel",
-    tuple(
-        (name, replace(spec, arguments=("--data-parallel-size", "2"), start_timeout_s=2 * START_TIMEOUT_S))
-        for name, spec in (("P", prefill()), ("D", decode(patient=True)))
-    ),
-    slow=True,
-)
+
+def _data_parallel(prefill_size: int, decode_size: int) -> Deployment:
+    """P and D of so many engines each, which vLLM balances behind one URL. Each engine has host memory."""
+    sides = (("P", prefill(), prefill_size), ("D", decode(patient=True), decode_size))
+    servers = []
+    for name, spec, size in sides:
+        server = with_host_memory(spec)
+        arguments = (*server.arguments, *(("--data-parallel-size", str(size)) if size > 1 else ()))
+        servers.append((name, replace(server, arguments=arguments, start_timeout_s=3 * START_TIMEOUT_S)))
+    return Deployment(f"data parallel {prefill_size} to {decode_size}", tuple(servers), slow=True)
+
+
+DATA_PARALLEL, FOUR_TO_ONE, ONE_TO_FOUR = _data_parallel(2, 2), _data_parallel(4, 1), _data_parallel(1, 4)

@@ -7,7 +7,7 @@ prompts have equal outputs.
 import http.client
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,10 +73,10 @@ class Completion:
 class Client:
     """Completions and metrics of one server. May be used from many threads at once."""
 
-    def __init__(self, base_url: str) -> None:
+    def __init__(self, base_url: str, headers: Mapping[str, str] | None = None) -> None:
         self.base_url = base_url
         limits = httpx.Limits(max_connections=64, keepalive_expiry=2)  # vLLM closes idle ones after 5 s
-        self._http = httpx.Client(base_url=base_url, timeout=REQUEST_TIMEOUT_S, limits=limits)
+        self._http = httpx.Client(base_url=base_url, timeout=REQUEST_TIMEOUT_S, limits=limits, headers=headers)
         self._salts = itertools.count()
         self.resets = 0
 
