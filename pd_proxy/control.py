@@ -70,7 +70,7 @@ class ControlAddresses:
         """Note the address in the ``kv_transfer_params`` of a server's answer, and whether the prompt is cut."""
         (self._cutting.add if transfer.get("prompt_is_cut") is True else self._cutting.discard)(url)
         self._doubted.discard(url)
-        address = _address(transfer)
+        address = address_in(transfer)
         if address is None:
             self.forget(url)
             return
@@ -153,7 +153,8 @@ class CircuitBreaker:
         return (decode, prefill) in self._failed or self._until.get(decode, 0.0) > self._clock()
 
 
-def _address(transfer: dict[str, Any]) -> Address | None:
+def address_in(transfer: dict[str, Any]) -> Address | None:
+    """Return the control address in a server's ``kv_transfer_params``; None if it is none, or another connector's."""
     host, port = transfer.get("remote_host"), transfer.get("remote_port")
     if _MARK not in transfer or not isinstance(host, str) or not host:
         return None

@@ -25,7 +25,7 @@ from http import HTTPStatus
 from starlette.requests import ClientDisconnect
 
 from pd_proxy.apis import Body
-from pd_proxy.control import Address
+from pd_proxy.control import Address, address_in
 from pd_proxy.decode import at_once, run_decode
 from pd_proxy.error_answers import FULL, LegFailed, LegRefused, NothingHandedOver, Retry, let_go_of_bodies
 from pd_proxy.first_token import FirstToken
@@ -187,7 +187,7 @@ class TwoLegs:
         try:
             answer = await self._run_prefill(prefill.server, prefill.transfer_id)
             prefill.details = self.upstream.api.figures.of(answer)
-            if self.upstream.control.of(prefill.server.url) != prefill.address:
+            if address_in(answer["kv_transfer_params"]) != prefill.address:
                 prefill.moved = answer
             elif self._first_token is not None:
                 await self._first_token.send(answer)

@@ -23,10 +23,12 @@ RANK_HEADER = "X-data-parallel-rank"  # vLLM's
 
 
 @pytest.fixture
-def proxy(servers: dict[str, Server]) -> Iterator[Client]:
+def proxy(request: pytest.FixtureRequest, servers: dict[str, Server]) -> Iterator[Client]:
+    """A proxy before both, with more arguments if a test has some."""
+    more: tuple[str, ...] = getattr(request, "param", ())
     urls = {name: server.client.base_url for name, server in servers.items()}
     with (
-        ProxyProcess(["-m", "pd_proxy", "--prefill", urls["P"], "--decode", urls["D"]]) as process,
+        ProxyProcess(["-m", "pd_proxy", "--prefill", urls["P"], "--decode", urls["D"], *more]) as process,
         closing(Client(process.url)) as client,
     ):
         yield client
@@ -81,8 +83,11 @@ def test_each_rank_has_host_memory_of_its_own(servers: dict[str, Server], side: 
 
 
 @on(DATA_PARALLEL)
+@pytest.mark.parametrize("proxy", [("--request-timeout", "20")], indirect=True, ids=["impatient"])
 def test_a_rank_of_p_that_is_killed(servers: dict[str, Server], cluster: Cluster, proxy: Client) -> None:
-    """vLLM ends the whole server. What was under way is answered right or in an error, and D holds nothing."""
+    """vLLM ends the whole server, some seconds later. What was under way is answered right or in an error, and D holds
+    nothing. What the dead rank was asked, vLLM never answers: the proxy gives that up.
+    """
     prefill, decode = servers["P"], servers["D"]
     prompts = [make_prompt(400 + number, ("killed rank", number)) for number in range(24)]
     with ThreadPoolExecutor(4) as clients:

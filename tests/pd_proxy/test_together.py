@@ -1,8 +1,10 @@
 """Both legs at once: when they are sent so, what each is told, and who ends whom."""
 
+import asyncio
 import logging
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -22,6 +24,7 @@ from tests.support.examples.fake_servers import (
     opened,
     prefills_by_name,
     stalls,
+    waits,
 )
 from tests.support.examples.harness import RawClient
 from tests.support.examples.served_proxy import Proxy, ProxySetup
@@ -72,14 +75,6 @@ def answers_as(host: str, port: int) -> Script:
 async def gives_up(_: Received, wire: Wire) -> None:
     """A prefill server that is told to stop."""
     await wire.json(200, {"choices": [{"finish_reason": "abort"}], "kv_transfer_params": None})
-
-
-def waits(gate: threading.Event, then: Script) -> Script:
-    async def script(received: Received, wire: Wire) -> None:
-        await opened(gate)
-        await then(received, wire)
-
-    return script
 
 
 def name_of(body: Any) -> str:
@@ -188,6 +183,33 @@ def test_a_prefill_server_with_a_new_address_costs_no_request(known: Proxy, p: F
     assert d.bodies[2]["kv_transfer_params"]["remote_port"] == 17
     assert name_of(d.bodies[2]) == name_of(p.bodies[1])
     assert len(d.received) == 3
+
+
+def test_who_answers_from_the_address_that_d_was_told_is_not_asked_again(
+    known: Proxy, p: FakeServer, d: FakeServer
+) -> None:
+    """Though another engine behind the same URL has answered meanwhile: D has pulled, and the lease is used up."""
+    gate, first = threading.Event(), NAMED_TRANSFER["remote_port"]
+
+    async def follows(received: Received, wire: Wire) -> None:
+        if received.body["kv_transfer_params"]["remote_port"] == first:
+            await (opened(gate) if received is d.received[0] else stalls(received, wire))
+            await asyncio.sleep(0.5)  # P's answer comes first
+        await decodes(received, wire)
+
+    async def prefills(received: Received, wire: Wire) -> None:
+        is_first = received is p.received[0]
+        await (waits(gate, prefills_by_name) if is_first else answers_as("10.0.0.2", 17))(received, wire)
+
+    p.script, d.script = prefills, follows
+    with ThreadPoolExecutor(1) as other:
+        answer = other.submit(known.complete)
+        for server in (p, d):
+            server.wait(1)
+        assert known.complete().json() == WELL
+        gate.set()
+        assert answer.result().json() == WELL
+    assert [body["kv_transfer_params"]["remote_port"] for body in d.bodies] == [first, first, 17]
 
 
 def test_several_engines_behind_one_url_are_served_in_turn(proxy: Proxy, p: FakeServer, d: FakeServer) -> None:

@@ -136,7 +136,7 @@ def test_names_instead_of_addresses(network: Network) -> None:
     assert pulls(network.visit({"host": "p.example"}, {"host": "d.example"}, names=names))
 
 
-@pytest.mark.parametrize("is_set", [False, True], ids=["unset", "set"])
+@pytest.mark.parametrize("is_set", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["unset", "set"])
 def test_ipv6_only(network: Network, is_set: bool) -> None:
     for number in (P, D):
         network.hosts.give_ipv6(number)

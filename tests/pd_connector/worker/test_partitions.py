@@ -107,7 +107,8 @@ def test_a_pull(site: Site, apart: Apart, cut_for: CutFor, point: object, second
     assert worker.holds([(OURS, 0, 69)])
 
 
-@pytest.mark.parametrize("seconds", DURATIONS)
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [SHORT_S, LONG_S])
 def test_checksums(site: Site, apart: Apart, cut_for: CutFor, seconds: float) -> None:
     cut, prefill = cut_for(seconds), apart.prefill(verify=True)
     worker = apart.decode(cut, Checksums)
@@ -158,7 +159,7 @@ def test_a_landing(site: Site, apart: Apart, cut_for: CutFor, point: object, sec
     ends_its_leases(cut, moving.prefill)
 
 
-@pytest.mark.parametrize("when", ["asking", "waiting"])
+@pytest.mark.parametrize("when", [pytest.param("asking", marks=pytest.mark.slow), "waiting"])
 @pytest.mark.parametrize("seconds", DURATIONS)
 def test_a_prompt_that_is_followed(site: Site, apart: Apart, cut_for: CutFor, seconds: float, when: str) -> None:
     """The cut comes before D asks, or while the question waits at P for an answer."""
