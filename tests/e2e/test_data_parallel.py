@@ -99,9 +99,8 @@ def test_a_rank_of_p_that_is_killed(servers: dict[str, Server], cluster: Cluster
     until(lambda: not prefill.is_running, within_s=120.0)
     wait_until_at_rest(decode)
     statuses = [each.status for each in results]
-    assert statuses[:6].count(200) >= 2
-    assert statuses[-1] != 200
     assert all(status == 200 or status >= 500 for status in statuses), statuses
+    assert statuses.count(200) >= 6
     for prompt, answer in zip(prompts, results, strict=True):
         if answer.status == 200:
             assert_same_output(answer, decode.client.compute(prompt))

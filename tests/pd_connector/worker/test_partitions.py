@@ -15,7 +15,7 @@ from pd_connector.scheduler.decode.renewals import Renewals
 from pd_connector.worker.lease_checksums import CacheChecksums
 from pd_connector.worker.verification import Verifier
 from tests.support.connector.chunked_prompts import ChunkedPrompt
-from tests.support.connector.cuts import TTL_S, WAYS, Apart, Cut, P
+from tests.support.connector.cuts import APART_TTL_S, WAYS, Apart, Cut, P
 from tests.support.connector.engines import OURS, THEIRS, DecodeWorker, PrefillEngine, Site, an_order
 from tests.support.connector.landing import HostMemory
 from tests.support.connector.moving import IN_HOST
@@ -88,7 +88,7 @@ def check(cut: Cut, seconds: float, worker: DecodeWorker, prefill: PrefillEngine
 
 def ends_its_leases(cut: Cut, prefill: PrefillEngine) -> None:
     assert cut.over.wait(LONG_S + 5.0)
-    until(lambda: prefill.leases.collect() or not prefill.leases.active, within_s=2 * TTL_S)
+    until(lambda: prefill.leases.collect() or not prefill.leases.active, within_s=2 * APART_TTL_S)
 
 
 @pytest.mark.parametrize("way", WAYS_RARELY)
@@ -190,7 +190,7 @@ def test_a_cancel(apart: Apart, cut_for: CutFor, seconds: float) -> None:
     with closing(Renewals(worker.client, 5.0, 120.0)) as renewals:
         renewals.cancel(remote)
         assert cut.began
-        until(lambda: prefill.leases.collect() == ("r",), within_s=2 * TTL_S)
+        until(lambda: prefill.leases.collect() == ("r",), within_s=2 * APART_TTL_S)
     ended = prefill.leases.take_events().keys() & set(LeaseEnd)
     assert ended == {LeaseEnd.CANCELLED if seconds == SHORT_S else LeaseEnd.EXPIRED}
 
@@ -206,7 +206,7 @@ def test_a_renewal(site: Site, apart: Apart, cut_for: CutFor, seconds: float) ->
         renewals.start()
         renewals.keep("r", remote)
         assert cut.over.wait(LONG_S + 15.0)
-        time.sleep(TTL_S)
+        time.sleep(APART_TTL_S)
         session = site.session(worker, remote)
         session.submit(an_order("r", remote, OURS))
         end = worker.next_end()

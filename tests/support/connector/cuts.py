@@ -15,7 +15,7 @@ from tests.support.e2e.hosts import Hosts
 from transfer.control.client import ControlClient
 
 P, D = 1, 2
-TTL_S = 15.0
+APART_TTL_S = 15.0
 #: What arrives no more; "refused" is both ways, by ICMP.
 WAYS = ("both", "to P", "from P", "refused")
 
@@ -78,14 +78,14 @@ class Apart:
             hosts.namespace(number)
 
     def prefill(self, number: int = P, **options: Any) -> PrefillEngine:
-        given: dict[str, Any] = {"host": Hosts.address(number), "ttl_s": TTL_S} | options
+        given: dict[str, Any] = {"host": Hosts.address(number), "ttl_s": APART_TTL_S} | options
         with self.hosts.entered(number):
             return self.site.prefill(**given)
 
     def moving(self) -> MovingEngine:
         """A prefill engine with host memory."""
         with self.hosts.entered(P):
-            return MovingEngine(self.site, host=Hosts.address(P), ttl_s=TTL_S)
+            return MovingEngine(self.site, host=Hosts.address(P), ttl_s=APART_TTL_S)
 
     def decode(self, cut: Cut | None = None, before: object = None) -> DecodeWorker:
         """A worker with the times of real ones, whose messages of a kind begin a cut if one is given."""
