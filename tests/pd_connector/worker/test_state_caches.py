@@ -4,6 +4,7 @@ Covers: layout.states, pd_connector.vllm.state_specs.
 """
 
 import ctypes
+import math
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -26,33 +27,52 @@ from layout.sharding import choose_sources
 from pd_connector.orders import CanaryEnds, CanaryReference
 from pd_connector.worker.canary import Comparison, Scratch
 from tests.support.connector import state_caches
-from tests.support.connector.state_caches import GDN, MAMBA2, MODELS, StateLayout, fill, ranks, state_views
+from tests.support.connector.state_caches import GDN, MAMBA2, MODELS, StateLayout, StateModel, fill, ranks, state_views
 from tests.support.connector.state_pulls import STATE_TOKENS, pull_states, state_plans, state_table
 from transfer.copies.checksums.block_checksums import in_place, sum_states
 
-SIZES = (1, 2, 3, 4, 6, 8)
 BASIC = StateLayout()
 #: Equal sizes, sizes of which one divides the other, and others, each size on either side. The other pairs are slow.
-ALWAYS = {(1, 1), (3, 3), (1, 4), (4, 1), (2, 8), (8, 2), (2, 3), (3, 2), (6, 4), (4, 6), (8, 6), (3, 8)}
+ALWAYS = {(1, 1), (3, 3), (1, 4), (4, 1), (2, 8), (8, 2), (2, 3), (3, 2), (6, 4), (4, 6), (8, 6), (3, 8), (5, 7)}
 pairs_of_sizes = [
-    pytest.param(*pair, marks=() if pair in ALWAYS else pytest.mark.slow) for pair in product(SIZES, SIZES)
+    pytest.param(*pair, marks=() if pair in ALWAYS else pytest.mark.slow) for pair in product(range(1, 9), repeat=2)
 ]
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("local", "remote"), pairs_of_sizes)
 def test_every_pair_of_tensor_parallel_sizes(name: str, local: int, remote: int, monkeypatch: Any) -> None:
-    pull_states(MODELS[name], StateLayout(tp=local), StateLayout(tp=remote), monkeypatch)
+    model = with_heads_for(MODELS[name], math.lcm(local, remote))
+    pull_states(model, StateLayout(tp=local), StateLayout(tp=remote), monkeypatch)
+
+
+def with_heads_for(model: StateModel, ranks: int) -> StateModel:
+    """The model, or one with other numbers of heads where ``ranks`` do not divide the 24 that all kinds have."""
+    if 24 % ranks == 0:
+        return model
+    conv = tuple((part, heads if heads == 1 else heads // 24 * ranks, width) for part, heads, width in model.conv)
+    return replace(model, conv=conv, heads=model.heads // 24 * ranks)
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("local", "remote"), [(5, 7), (7, 5)])
-def test_sizes_that_share_no_divisor(name: str, local: int, remote: int, monkeypatch: Any) -> None:
-    """Nearly every rank has heads of two on the other side, in unequal parts. 35 heads, where others have 24."""
-    model = MODELS[name]
-    conv = tuple((part, heads if heads == 1 else heads // 24 * 35, width) for part, heads, width in model.conv)
-    model = replace(model, conv=conv, heads=model.heads // 24 * 35)
-    pull_states(model, StateLayout(tp=local), StateLayout(tp=remote), monkeypatch)
+@pytest.mark.parametrize(
+    ("local", "remote"),
+    [
+        (StateLayout(), StateLayout(tp=2, stages=(3, 2))),
+        (StateLayout(tp=2, stages=(2, 3)), StateLayout(tp=3, is_column_first=True)),
+        (StateLayout(tp=3, stages=(1, 4)), StateLayout(tp=2, stages=(2, 2, 1))),
+    ],
+    ids=["2 stages to 1", "1 to 2", "3 to 2"],
+)
+def test_pipeline_stages(name: str, local: StateLayout, remote: StateLayout, monkeypatch: Any) -> None:
+    pull_states(replace(MODELS[name], layers=5), local, remote, monkeypatch)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (3, 2), (2, 2)])
+def test_states_that_every_rank_has_whole(name: str, sizes: tuple[int, int], monkeypatch: Any) -> None:
+    local, remote = (StateLayout(tp=tp, is_replicated=True) for tp in sizes)
+    pull_states(MODELS[name], local, remote, monkeypatch)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -114,38 +114,39 @@ class StateLayout:
     block_tokens: int = 32
     padding: int = 0  # bytes behind each state
     blocks_outermost: bool = False  # all layers of a block together
+    stages: tuple[int, ...] = ()  # layers of each pipeline stage; without: all layers are in one
+    is_replicated: bool = False  # every rank has all heads
     #: Passes a tensor for each part, as vllm-ascend does: made of a layer's pages [blocks, bytes] and a page's bytes.
     views: Views | None = None
 
 
 class StateRank:
-    """A rank's memory: a cache group with the model's layers."""
+    """A rank's memory: a cache group with the model's layers, those of its pipeline stage."""
 
-    def __init__(self, model: StateModel, engine: StateLayout, rank: int, monkeypatch: Any) -> None:
+    def __init__(self, model: StateModel, engine: StateLayout, rank: int, monkeypatch: Any, stage: int = 0) -> None:
         monkeypatch.setattr(mamba_utils, "is_conv_state_dim_first", lambda: engine.is_column_first)
         drafts = engine.drafts if model.drafts_in_rows else 0
         self.model, self.engine, self.rank = model, engine, rank
-        self.shapes: tuple[tuple[int, ...], ...] = model.shapes(engine.tp, drafts)
+        stages = engine.stages or (model.layers,)
+        self.layers = range(sum(stages[:stage]), sum(stages[: stage + 1]))
+        self.shapes: tuple[tuple[int, ...], ...] = model.shapes(1 if engine.is_replicated else engine.tp, drafts)
         self.dtypes = ((model.conv_dtype,) if model.conv else ()) + ((model.dtype,) if model.heads else ())
         self._sizes = [
             int(np.prod(shape)) * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
         ]
         content = sum(self._sizes)
         self.page = -(-(content + engine.padding) // 16) * 16
-        self.memory = np.random.default_rng(rank).integers(0, 256, (model.layers * STATE_BLOCKS * self.page,), np.uint8)
+        layers = len(self.layers)
+        self.memory = np.random.default_rng(rank).integers(0, 256, (layers * STATE_BLOCKS * self.page,), np.uint8)
         self.writers = np.zeros(len(self.memory), np.int64)
         whole = torch.from_numpy(self.memory.view(np.int8))
-        shape = (
-            (STATE_BLOCKS, model.layers, self.page)
-            if engine.blocks_outermost
-            else (model.layers, STATE_BLOCKS, self.page)
-        )
+        shape = (STATE_BLOCKS, layers, self.page) if engine.blocks_outermost else (layers, STATE_BLOCKS, self.page)
         pages = whole.view(shape).transpose(0, 1) if engine.blocks_outermost else whole.view(shape)
         spec = MambaSpec(
             block_size=engine.block_tokens, shapes=self.shapes, dtypes=self.dtypes, mamba_type=model.kind,
-            page_size_padded=self.page, num_speculative_blocks=engine.drafts,
+            page_size_padded=self.page, num_speculative_blocks=engine.drafts, tp_replicated=engine.is_replicated,
         )  # fmt: skip
-        names = [f"model.layers.{number}.mixer" for number in range(model.layers)]
+        names = [f"model.layers.{number}.mixer" for number in self.layers]
         caches = {name: pages[number, :, None, None, :content] for number, name in enumerate(names)}
         config = model_config(engine.tp, text={"conv_kernel": KERNEL, "n_groups": dict_of(model).get("b", 1)})
         groups = stated_groups((names, spec), blocks=STATE_BLOCKS, config=config)
@@ -155,15 +156,17 @@ class StateRank:
             given = {
                 name: views(pages[number], of, self.dtypes, int(pages.stride(1))) for number, name in enumerate(names)
             }
-        self.geometry: WorkerGeometry = describe_caches(given, groups, Ranks(rank, engine.tp, 0, 1), f"host:{rank}")
+        self.geometry: WorkerGeometry = describe_caches(
+            given, groups, Ranks(rank, engine.tp, stage, len(stages)), f"host:{stage}:{rank}"
+        )
         self.base = int(whole.data_ptr())
 
     def bytes_of(self, block: int, state: dict[str, StateBytes]) -> tuple[npt.NDArray[np.int64], StateBytes]:
         """Where in the memory every byte of a state is, if it lies in ``block``, and the bytes."""
         model, places, values = self.model, [], []
-        for layer in range(model.layers):
-            outer, inner = (block, layer) if self.engine.blocks_outermost else (layer, block)
-            start = (outer * (model.layers if self.engine.blocks_outermost else STATE_BLOCKS) + inner) * self.page
+        for number, layer in enumerate(self.layers):
+            outer, inner = (block, number) if self.engine.blocks_outermost else (number, block)
+            start = (outer * (len(self.layers) if self.engine.blocks_outermost else STATE_BLOCKS) + inner) * self.page
             if model.conv:
                 places.append(start + self._conv_places())
                 values.append(
@@ -186,7 +189,8 @@ class StateRank:
     def _mine(self, part: StateBytes) -> StateBytes:
         """This rank's heads of a part [rows, heads, bytes]: [rows, bytes]."""
         heads, tp = part.shape[1], self.engine.tp
-        mine = part if heads == 1 else part[:, self.rank * (heads // tp) : (self.rank + 1) * (heads // tp)]
+        is_whole = heads == 1 or self.engine.is_replicated
+        mine = part if is_whole else part[:, self.rank * (heads // tp) : (self.rank + 1) * (heads // tp)]
         return mine.reshape(len(part), -1)
 
     def fill(self, block: int, state: dict[str, StateBytes]) -> None:
@@ -209,8 +213,9 @@ def dict_of(model: StateModel) -> dict[str, int]:
 
 
 def ranks(model: StateModel, engine: StateLayout, monkeypatch: Any) -> list[StateRank]:
-    """All ranks of an engine."""
-    return [StateRank(model, engine, rank, monkeypatch) for rank in range(engine.tp)]
+    """All ranks of an engine, those of a pipeline stage one after the other."""
+    stages = range(max(1, len(engine.stages)))
+    return [StateRank(model, engine, rank, monkeypatch, stage) for stage in stages for rank in range(engine.tp)]
 
 
 def fill(engine: Sequence[StateRank], blocks: dict[int, int], model: StateModel) -> None:
