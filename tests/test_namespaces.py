@@ -1,7 +1,4 @@
-"""Hosts of their own are made where they can be, else it is said what is missing; and they do not stay.
-
-Covers: tests.support.e2e.hosts.
-"""
+"""Hosts of their own are made where they can be, else it is said what is missing; and they do not stay."""
 
 import os
 import re
