@@ -51,7 +51,7 @@ class Cause(StrEnum):
     PREEMPTED = "preempted"  # the prefill engine has started the prompt over, and got no further in time
     PARAMS = "params"  # kv_transfer_params do not match the request or the prefill engine
     CANARY = "canary"  # the prefill engine computes other keys and values than this one, or that is not known in time
-    LANDING = "landing"  # the prompt could not be pulled to host memory; the line before this in the log says why
+    LANDING = "landing"  # the prompt could not be pulled to host memory, as the log says before, or is gone from there
     QUEUE = "queue"  # the request waited for blocks of its own for longer than the queue timeout
     UNREACHABLE = "unreachable"  # the prefill engine or its transfer engine does not answer
     DENIED = "denied"  # the two engines have different secrets, or allowed_peers excludes the address

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import stat
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -21,8 +22,9 @@ def connecting_to(port: int) -> Iterator[tuple[socket.socket, str]]:
     asked = dict(_asked(port))
     for entry in os.listdir(_FILES) if asked else ():
         with suppress(OSError):  # closed in the meantime
-            number = os.stat(f"{_FILES}/{entry}").st_ino
-            if number not in asked:
+            file = os.stat(f"{_FILES}/{entry}")
+            number = file.st_ino
+            if number not in asked or not stat.S_ISSOCK(file.st_mode):  # file systems have numbers of their own
                 continue
             duplicate = os.dup(int(entry))
             if os.fstat(duplicate).st_ino != number:  # the file's number is another one's by now

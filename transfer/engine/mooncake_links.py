@@ -126,14 +126,17 @@ class MooncakeLink(Link):
         if answers:  # at the last moment: only the thread has not ended yet
             thread.join()
         if thread.is_alive():
-            silent = lost or "accepts connections but does not answer"
-            answers.append("closed here" if self._closing.is_set() else silent)
+            answers.append("accepts connections but does not answer")
         reason = answers[0] if answers else "the call to it failed"
         moves_data = self._options.protocol == "tcp"
-        if reason not in ("", _ANOTHER, lost):  # closing may be why the peer refused
-            unwanted = self._closing.is_set
-            found = "" if unwanted() else closed_port(self.address, moves_data=moves_data, unwanted=unwanted)
-            reason = "closed here" if self._closing.is_set() else found or reason
+        if reason not in ("", _ANOTHER):  # closing may be why the peer refused, or another link that gives it up
+            is_closing, lost = self._closing.is_set, lost or given_up()
+            found = (
+                lost
+                if lost or is_closing()
+                else closed_port(self.address, moves_data=moves_data, unwanted=lambda: is_closing() or bool(given_up()))
+            )
+            reason = "closed here" if is_closing() else found or reason
         while thread.is_alive():
             self._closing.set()
             native.interrupt(self.address)

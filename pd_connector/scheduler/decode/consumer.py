@@ -111,7 +111,7 @@ class Consumer(SchedulerRole):
         self._ahead = ahead
         self._legs = Legs()
         self.look_ups = LookUps(self._legs, subscriptions, self._canaries)
-        self._used = SingleUse()  # by the legs that are announced, wait, pull or prove, except followers
+        self._used = SingleUse()  # by the legs that need a lease or are announced
         self._pulls: list[PullOrder] = []
         self._border_orders: list[PullOrder] = []
         self._refusals: list[RefuseOrder] = []

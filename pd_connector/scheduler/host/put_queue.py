@@ -128,9 +128,11 @@ class PutQueue:
 
     def _wait(self, keys: "list[BlockHashWithGroupId]") -> int:
         """Have blocks wait, the last of them to be put next; return how many are left out."""
-        kept = keys[: max(_MOST - len(self._waiting), 0)]  # the first ones: without them, the others would be useless
+        room = max(_MOST - len(self._waiting), 0)  # for the beginnings: without them, the others would be useless
         if self._tier.is_lazy:  # as vLLM evicts them: of a prompt, the last one has come first
+            kept = keys[max(len(keys) - room, 0) :]
             self._waiting[:0] = reversed(kept)
         else:
+            kept = keys[:room]
             self._waiting += kept
         return len(keys) - len(kept)

@@ -127,11 +127,13 @@ def master_alone(directory: Path) -> Iterator[Address]:
 
 
 def _start(directory: Path, port: int, program: str, *arguments: str) -> "subprocess.Popen[bytes]":
+    # What an engine in this process has set for itself, such as an address family, is not for them.
+    others = {name: value for name, value in os.environ.items() if not name.startswith("MC_")}
     with (directory / f"{program}.log").open("ab") as log:
         process = subprocess.Popen(
             [str(Path(sys.executable).with_name(program)), *arguments],
             stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-            env={**os.environ, "MC_RPC_TIMEOUT_MS": "500"},
+            env={**others, "MC_RPC_TIMEOUT_MS": "500"},
         )  # fmt: skip
     try:
         until(lambda: _listens(port), f"{program} listens at {port}", within_s=_START_TIMEOUT_S)
