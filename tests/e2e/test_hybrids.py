@@ -7,6 +7,7 @@ step of its own: the same bits at equal tensor parallel sizes, and up to roundin
 import json
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from itertools import count
 from typing import Any
 
 import pytest
@@ -309,8 +310,9 @@ class TestStatesAtBorders:
             assert (again.tokens, again.logprobs) == (reference.tokens, reference.logprobs)
 
     def test_what_was_decoded_is_pulled_by_another_server(self, pair: Pair) -> None:
-        """With the state at a border that the answer has crossed."""
-        assert any(self._goes_on_elsewhere(pair, attempt) for attempt in range(5))
+        """With the state at a border that the answer has crossed. A P that is late once is not asked for a while."""
+        attempts = count()
+        until(lambda: self._goes_on_elsewhere(pair, next(attempts)), within_s=60)
 
     @staticmethod
     def _goes_on_elsewhere(pair: Pair, attempt: int) -> bool:
