@@ -116,13 +116,10 @@ def test_vllm_takes_the_prefill_leg_for_one_token(api: Api) -> None:
     from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest  # noqa: PLC0415  seconds
     from vllm.entrypoints.openai.responses.protocol import ResponsesRequest  # noqa: PLC0415
 
-    is_new = importlib.util.find_spec("vllm.entrypoints.scale_out") is not None  # since vLLM 0.30
-    tokens = importlib.import_module(
-        f"vllm.entrypoints.{'scale_out.token_in_token_out' if is_new else 'serve.disagg'}.protocol"
-    )
-    kinds: dict[Api, Any] = {
-        RESPONSES: ResponsesRequest, MESSAGES: AnthropicMessagesRequest, GENERATE: tokens.GenerateRequest,
-    }  # fmt: skip
+    place = "scale_out.token_in_token_out" if importlib.util.find_spec("vllm.entrypoints.scale_out") else "serve.disagg"
+    GenerateRequest = importlib.import_module(f"vllm.entrypoints.{place}.protocol").GenerateRequest  # noqa: N806
+
+    kinds: dict[Api, Any] = {RESPONSES: ResponsesRequest, MESSAGES: AnthropicMessagesRequest, GENERATE: GenerateRequest}
     thinking = {"thinking": {"type": "enabled", "budget_tokens": 1024}} if api is MESSAGES else {}
     taken = kinds[api].model_validate(prefill_body(api, BODIES[api] | thinking))
     assert taken.kv_transfer_params == REMOTE_DECODE

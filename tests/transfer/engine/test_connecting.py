@@ -1,7 +1,4 @@
-"""Sockets that wait for a peer's system to answer are found, and those who wait for them can be woken.
-
-Covers: transfer.engine.connecting.
-"""
+"""Sockets that wait for a peer's system to answer are found, and those who wait for them can be woken."""
 
 import socket
 import threading
