@@ -118,7 +118,6 @@ def test_vllm_takes_the_prefill_leg_for_one_token(api: Api) -> None:
 
     place = "scale_out.token_in_token_out" if importlib.util.find_spec("vllm.entrypoints.scale_out") else "serve.disagg"
     GenerateRequest = importlib.import_module(f"vllm.entrypoints.{place}.protocol").GenerateRequest  # noqa: N806
-
     kinds: dict[Api, Any] = {RESPONSES: ResponsesRequest, MESSAGES: AnthropicMessagesRequest, GENERATE: GenerateRequest}
     thinking = {"thinking": {"type": "enabled", "budget_tokens": 1024}} if api is MESSAGES else {}
     taken = kinds[api].model_validate(prefill_body(api, BODIES[api] | thinking))
