@@ -1,17 +1,21 @@
 """A conversation goes on at another server, which pulls what the first one holds of it instead of computing it."""
 
+from itertools import count
+
 import pytest
 
 from tests.support.e2e.choice import on_pairs, pairs
 from tests.support.e2e.deployments import LANDINGS, MIXED
 from tests.support.e2e.host_memory import evict, wait_until_nothing_is_lent
 from tests.support.e2e.pair import Pair, assert_same_output, control_address, make_prompt
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.equality]
 
 TURN, ANSWER = 1300, 70
-#: A prefix is waited for no longer than computing it takes. The first pull from an engine takes longer.
-ATTEMPTS = 5
+#: A prefix is waited for no longer than computing it takes. The first pull from an engine takes longer, and one that was
+#: late is not asked for a while.
+PATIENCE_S = 60
 
 
 def goes_on_elsewhere(pair: Pair, attempt: int, *, in_host: bool = False) -> bool:
@@ -32,6 +36,8 @@ def goes_on_elsewhere(pair: Pair, attempt: int, *, in_host: bool = False) -> boo
     assert traffic.decode is not None
     computed = traffic.source("local_compute")
     assert computed in {len(second) - held, len(second)}
+    if traffic.decode.value("vllm:pd_prefixes_total", outcome="late"):  # found all the same, if it came just after that
+        computed = len(second)
     if computed < len(second):
         assert traffic.pulled("prefix_tokens") == held
         assert (traffic.pulled("pull_bytes_from_host") > 0) == in_host
@@ -43,10 +49,12 @@ def goes_on_elsewhere(pair: Pair, attempt: int, *, in_host: bool = False) -> boo
 
 @on_pairs(pairs(MIXED, [("TP2", "TP1"), ("TP1", "TP2")]))
 def test_what_was_decoded_is_pulled_in_the_next_turn(pair: Pair) -> None:
-    assert any(goes_on_elsewhere(pair, attempt) for attempt in range(ATTEMPTS))
+    attempts = count()
+    until(lambda: goes_on_elsewhere(pair, next(attempts)), within_s=PATIENCE_S)
 
 
 @on_pairs(pairs(LANDINGS, [("B", "D auto")]))
 def test_what_only_host_memory_holds_is_pulled_from_there(pair: Pair) -> None:
-    assert any(goes_on_elsewhere(pair, attempt, in_host=True) for attempt in range(ATTEMPTS))
+    attempts = count()
+    until(lambda: goes_on_elsewhere(pair, next(attempts), in_host=True), within_s=PATIENCE_S)
     wait_until_nothing_is_lent(pair.prefill)
