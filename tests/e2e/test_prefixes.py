@@ -13,8 +13,8 @@ from tests.support.waiting import until
 pytestmark = [pytest.mark.equality]
 
 TURN, ANSWER = 1300, 70
-#: A prefix is waited for no longer than computing it takes. The first pull from an engine takes longer, and one that was
-#: late is not asked for a while.
+#: A prefix is waited for no longer than computing it takes, and the first pull from an engine takes longer. Who was late
+#: is not asked for a while.
 PATIENCE_S = 60
 
 
@@ -36,7 +36,7 @@ def goes_on_elsewhere(pair: Pair, attempt: int, *, in_host: bool = False) -> boo
     assert traffic.decode is not None
     computed = traffic.source("local_compute")
     assert computed in {len(second) - held, len(second)}
-    if traffic.decode.value("vllm:pd_prefixes_total", outcome="late"):  # found all the same, if it came just after that
+    if traffic.decode.value("vllm:pd_prefixes_total", event="late"):  # found all the same, if it came just after that
         computed = len(second)
     if computed < len(second):
         assert traffic.pulled("prefix_tokens") == held
