@@ -13,8 +13,8 @@ from tests.support.waiting import until
 pytestmark = [pytest.mark.equality]
 
 TURN, ANSWER = 1300, 70
-#: A prefix is waited for no longer than computing it takes. The first pull from an engine takes longer, and who was late
-#: is not asked for a while.
+#: A prefix is waited for no longer than computing it takes. The first pull from an engine takes longer, and one that
+#: was late is not asked for a while.
 PATIENCE_S = 60
 
 
