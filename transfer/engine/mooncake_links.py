@@ -128,15 +128,8 @@ class MooncakeLink(Link):
         if thread.is_alive():
             answers.append("accepts connections but does not answer")
         reason = answers[0] if answers else "the call to it failed"
-        moves_data = self._options.protocol == "tcp"
-        if reason not in ("", _ANOTHER):  # closing may be why the peer refused, or another link that gives it up
-            is_closing, lost = self._closing.is_set, lost or given_up()
-            found = (
-                lost
-                if lost or is_closing()
-                else closed_port(self.address, moves_data=moves_data, unwanted=lambda: is_closing() or bool(given_up()))
-            )
-            reason = "closed here" if is_closing() else found or reason
+        if reason not in ("", _ANOTHER):
+            reason = self._why_unreachable(reason, (lambda: lost) if lost else given_up)
         while thread.is_alive():
             self._closing.set()
             native.interrupt(self.address)
@@ -147,9 +140,16 @@ class MooncakeLink(Link):
             raise ReadFailed(
                 f"cannot reach the transfer engine at {self.address} ({time.monotonic() - started:.3f} s): {reason}; "
                 "check that its process is running and that no firewall blocks its ports for this machine"
-                f"{_TWO_PORTS if moves_data else ''}{native.other_family(self.address)}",
+                f"{_TWO_PORTS if self._options.protocol == 'tcp' else ''}{native.other_family(self.address)}",
                 settled=True,
             )
+
+    def _why_unreachable(self, reason: str, given_up: GivenUp) -> str:
+        """Return ``reason``, or a better one: closing may be why the peer refused, or another link that gives it up."""
+        is_unwanted: Callable[[], bool] = lambda: self._closing.is_set() or bool(given_up())  # noqa: E731
+        moves_data = self._options.protocol == "tcp"
+        found = "" if is_unwanted() else closed_port(self.address, moves_data=moves_data, unwanted=is_unwanted)
+        return "closed here" if self._closing.is_set() else given_up() or found or reason
 
     def _left_s(self, native: NativeEngine, started: float) -> float:
         """Return for how long the peer's first answer, and then the link, is still waited for."""

@@ -115,11 +115,33 @@ def test_a_peer_that_accepts_but_never_answers_is_given_up_after_the_connect_tim
         until(lambda: before.is_all, lambda: f"{OpenResources.now()} is more than {before}")
 
 
+def test_a_link_whose_caller_gives_up_is_opened_no_longer(victim: PeerProcess) -> None:
+    with closing(MooncakeEngine(MooncakeOptions("127.0.0.1", connect_timeout_s=60))) as engine:
+        victim.stop()
+        began = time.monotonic()
+        with pytest.raises(ReadFailed, match="its network is cut") as failure:
+            engine.open(
+                victim.address, [victim.region], victim.identity,
+                given_up=lambda: "its network is cut" if time.monotonic() > began + 0.3 else "",
+            )  # fmt: skip
+        assert failure.value.settled
+        assert time.monotonic() - began < WAIT_S
+
+
 def test_a_closed_port_cannot_be_opened(engine: MooncakeEngine) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with pytest.raises(ReadFailed, match=f"cannot reach the transfer engine at 127.0.0.1:{port}") as failure:
         engine.open(f"127.0.0.1:{port}", [Region(4096, 4096)])
+    assert failure.value.settled
+
+
+def test_a_link_that_another_has_cut_by_giving_the_peer_up_says_so(engine: MooncakeEngine) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    given_up = iter([""])  # not while the link waits
+    with pytest.raises(ReadFailed, match="its network is cut") as failure:
+        engine.open(f"127.0.0.1:{port}", [Region(4096, 4096)], given_up=lambda: next(given_up, "its network is cut"))
     assert failure.value.settled
 
 

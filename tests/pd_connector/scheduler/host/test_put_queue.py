@@ -4,11 +4,15 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
+from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
 from pd_connector.scheduler.host import put_queue
+from pd_connector.scheduler.host.put_queue import PutQueue
 from tests.support.simulation.prefix_engines import BLOCK
 from tests.support.simulation.vllm_schedulers import ClientRequest, EngineSim, World
 from tests.support.store.mooncake_processes import MooncakeProcesses
@@ -133,6 +137,14 @@ class TestNothingIsLost:
         assert put_order(world, names) == end_first(10)
         engine.side.update_stats()
         assert engine.counts["pool_blocks: left"] == BLOCKS - 10
+
+    def test_of_more_that_comes_lazily_the_beginning_is_kept_too(self) -> None:
+        """It comes last, as vLLM evicts the end of a prompt first."""
+        tier: Any = SimpleNamespace(is_lazy=True)
+        queue, keys = PutQueue(tier), [make_block_hash_with_group_id(BlockHash(bytes([n])), 0) for n in range(5)]
+        with patch.object(put_queue, "_MOST", 3):
+            assert queue.add(reversed(keys)) == 2
+        assert queue.take(3) == (tuple(keys[:3]), set())
 
 
 @pytest.mark.skipif(not Path(sys.executable).with_name("mooncake_client").exists(), reason="it is not installed")
