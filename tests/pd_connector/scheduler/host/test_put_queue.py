@@ -147,7 +147,7 @@ class TestNothingIsLost:
         assert queue.take(3) == (tuple(keys[:3]), set())
 
 
-@pytest.mark.skipif(not Path(sys.executable).with_name("mooncake_client").exists(), reason="mooncake_client is not installed")
+@pytest.mark.skipif(not Path(sys.executable).with_name("mooncake_client").exists(), reason="no mooncake_client here")
 class TestUnderPressure:
     def test_a_full_store_loses_the_end_of_a_prompt(self, world: World, tmp_path: Path) -> None:
         """What the engine puts, in its order, in a real store that then needs room for others."""
