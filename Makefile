@@ -108,8 +108,10 @@ endif
 	@$(BIN)/python -m pytest -m 'e2e and not slow' $(FAST_SERVERS) $(ARGS) || $(OTHERS_CHOSEN)
 
 test-all: lint types  ## lint, types and all tests, also those marked slow: hours
-	@$(BIN)/python -m pytest $(BY_FOUR) -m 'not e2e' $(ARGS) || $(OTHERS_CHOSEN)
-	@$(BIN)/python -m pytest -m e2e $(SERVERS) $(ARGS) || $(OTHERS_CHOSEN)
+	@failed=; \
+	$(BIN)/python -m pytest $(BY_FOUR) -m 'not e2e' $(ARGS) || $(OTHERS_CHOSEN) || failed=1; \
+	$(BIN)/python -m pytest -m e2e $(SERVERS) $(ARGS) || $(OTHERS_CHOSEN) || failed=1; \
+	[ -z "$$failed" ]
 
 # As root; without, they are skipped.
 test-hosts: $(STAMPS)/installed  ## all tests on hosts of their own (network namespaces), also those marked slow: an hour
