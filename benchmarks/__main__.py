@@ -61,7 +61,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "short_of_blocks_slower_network": Benchmark(short_of_blocks.main, ("--parts", "bursts", "--bytes-per-s", "2.5e7")),
     "legs": Benchmark(legs.main),
     "legs_slow_network": Benchmark(legs.main, ("--bytes-per-s", "2e8", "--lengths", "512", "2000", "3500")),
-    "legs_hybrid": Benchmark(legs.main, ("--hybrid", "--lengths", "64", "500", "3500")),
+    "legs_hybrid": Benchmark(legs.main, ("--hybrid",)),
     "first_token": Benchmark(first_token.main),
     "detour": Benchmark(detour.main),
     "proxy": Benchmark(proxy.main),

@@ -7,7 +7,10 @@ whatever else the machine does hits both alike.
 Handover: from the prefill server's answer to the decode server's first token, less what a request of one token takes
 there. Total: from the client's request to the last of its tokens; which way goes first alternates. Last: the longest
 connector calls of both servers, from their start to the end of the run. ``--bytes-per-s`` models a slow network.
-``--hybrid`` serves a model with states, which D reads when P has computed all of the prompt.
+
+``--hybrid`` serves a model with states, which D reads when P has computed all of the prompt. A handover holds a step of
+D over the prompt's tokens, which takes longer than that over one token, and is no transfer. So steps are measured
+apart, as are pulls, by what D says of them (without their waits for P).
 """
 
 import argparse
@@ -16,7 +19,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -29,12 +32,15 @@ from benchmarks.pair import (
     Side,
     Times,
     a_prompt,
+    counted,
     longest_calls_ms,
     running,
 )
 from examples.quickstart.servers import ServerFailed
 
 BURSTS = 8  # of each size, at least
+STEPS, PULLS = 16, 8  # that a time of a step, and of a pull, is the mean of
+LENGTHS, HYBRID_LENGTHS = (500, 512, 2000, 3500, 7000), (64, 500, 3500)
 
 Send = Callable[[list[int], int], Times]
 
@@ -53,12 +59,35 @@ def take_turns(sends: Sequence[Send], tokens: int, answer_tokens: int, repeats: 
 def one_token(pair: Pair) -> Send:
     """Return how to send a request of one token to the decode server alone, whatever the prompt."""
 
-    def send(_tokens: list[int], _answer_tokens: int) -> Times:
+    def send(_tokens: list[int], answer_tokens: int) -> Times:
         start = time.perf_counter()
-        pair.complete(pair.decode, a_prompt(1), 1, None)
+        pair.complete(pair.decode, a_prompt(1), answer_tokens, None)
         return Times(prefilled=0.0, ended=time.perf_counter() - start)
 
     return send
+
+
+def with_steps(send: Send) -> Send:
+    """Return how to send the same with ``STEPS`` more tokens answered."""
+    return lambda tokens, answer_tokens: send(tokens, answer_tokens + STEPS)
+
+
+def decoding_ms(taken: Sequence[Times]) -> float:
+    """Return the median from the prefill leg's answer to the end."""
+    return statistics.median(each.ended - each.prefilled for each in taken) * 1e3
+
+
+def pull_ms(pair: Pair, tokens: int) -> float:
+    """Return the mean of the pulls of some prompts, without their waits."""
+
+    def so_far() -> list[float]:
+        return [counted(pair.decode, f"vllm:pd_pull_seconds_{each}", phase="total") for each in ("sum", "count")]
+
+    before = so_far()
+    for _ in range(PULLS):
+        pair.together(a_prompt(tokens), 1)
+    seconds, count = (after - earlier for after, earlier in zip(so_far(), before, strict=True))
+    return 1e3 * seconds / count
 
 
 def handovers(
@@ -93,6 +122,32 @@ def handovers(
         print(
             f"{tokens:>7,} {size / 1e6:>6.1f} {prefill:>9.0f} {least * 1e3:>8.1f} {medians[0]:>7.1f} {tails[0]:>7.1f} "
             f"{medians[1]:>7.1f} {tails[1]:>7.1f} {medians[1] / medians[0]:>6.2f} {hidden:>7.0%}"
+        )
+    return figures
+
+
+def beside_transfers(pair: Pair, found: Mapping[str, Mapping[str, float]], repeats: int) -> dict[str, dict[str, float]]:
+    """Print what of the handovers that were ``found`` is no transfer, and return it by the length of the prompt."""
+    figures: dict[str, dict[str, float]] = {}
+    alone = one_token(pair)
+    ways = (pair.in_turn, with_steps(pair.in_turn), alone, with_steps(alone))
+    print("both legs at once in ms: pull, step of D over the prompt, by how much it exceeds one over one token")
+    print(
+        f"{'tokens':>7} {'pull':>7} {'step':>7} {'longer':>7} {'handover, times the first':>26} {'without longer':>15}"
+    )
+    for tokens in map(int, found):
+        medians = [decoding_ms(taken) for taken in take_turns(ways, tokens, 1, repeats)]
+        step, shortest_step = ((more - one) / STEPS for one, more in (medians[:2], medians[2:]))
+        together = found[str(tokens)]["together_ms"]
+        each = {"pull_ms": pull_ms(pair, tokens), "step_ms": step, "longer_step_ms": step - shortest_step}
+        each |= {"together_ms": together, "without_longer_step_ms": together - each["longer_step_ms"]}
+        figures[str(tokens)] = each
+        first = next(iter(figures.values()))
+        for name in ("together", "without_longer_step"):
+            each[f"{name}_times"] = each[f"{name}_ms"] / first[f"{name}_ms"]
+        print(
+            f"{tokens:>7,} {each['pull_ms']:>7.1f} {step:>7.2f} {each['longer_step_ms']:>7.2f} "
+            f"{each['together_times']:>26.2f} {each['without_longer_step_times']:>15.2f}"
         )
     return figures
 
@@ -138,24 +193,27 @@ def longest_calls(pair: Pair) -> dict[str, dict[str, float]]:
 
 
 def main(words: Sequence[str] | None = None) -> dict[str, Any]:
-    """Print both tables, and return the figures."""
+    """Print the tables, and return the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[500, 512, 2000, 3500, 7000])
+    parser.add_argument("--lengths", type=int, nargs="+", help="of the prompts, ascending")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--bytes-per-s", type=float, default=0.0, help="of the network; 0: as it is")
     parser.add_argument("--threads", type=int, default=1, help="of each server's kernels (1)")
     parser.add_argument("--hybrid", action="store_true")
     arguments = parser.parse_args(words)
     model = HYBRID if arguments.hybrid else ATTENTION
-    lengths = [tokens for tokens in arguments.lengths if tokens < model.longest]
+    lengths = arguments.lengths or (HYBRID_LENGTHS if arguments.hybrid else LENGTHS)
     random.seed(os.urandom(8))
     try:
         rate = arguments.bytes_per_s
         side = Side(longest=model.longest)
         with running(side, side, threads=arguments.threads, bytes_per_s=rate, model=model) as (pair,):
             by_length = handovers(pair, model, lengths, arguments.repeats, rate)
-            by_number = totals(pair, 2000, 16, arguments.repeats)
-            return {"handover": by_length, "total_2000_tokens": by_number, "longest_call_ms": longest_calls(pair)}
+            figures: dict[str, Any] = {"handover": by_length}
+            if arguments.hybrid:
+                figures["beside_transfers"] = beside_transfers(pair, by_length, arguments.repeats)
+            figures["total_2000_tokens"] = totals(pair, 2000, 16, arguments.repeats)
+            return figures | {"longest_call_ms": longest_calls(pair)}
     except ServerFailed as error:
         sys.exit(f"{error}. The end of its log in {DIRECTORY}:\n{error.log_tail}")
 
