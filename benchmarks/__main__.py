@@ -66,6 +66,8 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "detour": Benchmark(detour.main),
     "proxy": Benchmark(proxy.main),
     "reuse": Benchmark(reuse.main),
+    "reuse_two_prefills": Benchmark(reuse.main, ("--prefills", "2")),
+    "reuse_no_hit": Benchmark(reuse.main, ("--no-hit",)),
     "pool": Benchmark(pool.main),
     "multi_turn": Benchmark(multi_turn.main),
     "serving": Benchmark(serving.main),

@@ -1,4 +1,4 @@
-"""A prefill server and decode servers on CPU for benchmarks, and requests of two legs.
+"""Prefill and decode servers on CPU for benchmarks, and requests of two legs.
 
 The models are random. One has 24 layers (1 KiB of cache for each layer and token), the other is the hybrid of the
 benchmarks beside peers: one such layer, and three with states. Prompts are computed in chunks of 512 tokens.
@@ -9,7 +9,7 @@ import random
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -141,13 +141,19 @@ class Pair:
 
 @contextmanager
 def running(
-    prefill: Side, *decodes: Side, threads: int = 1, bytes_per_s: float = 0.0, model: Model = ATTENTION
+    prefill: Side,
+    *decodes: Side,
+    others: Sequence[Side] = (),
+    threads: int = 1,
+    bytes_per_s: float = 0.0,
+    model: Model = ATTENTION,
 ) -> Iterator[tuple[Pair, ...]]:
-    """Yield the prefill server with each of the decode servers, ready; they end with the context.
+    """Yield the prefill server with each of the decode servers, then each of the others; they end with the context.
 
     Args:
         prefill: server.
         decodes: servers.
+        others: prefill servers.
         threads: of each server's kernels.
         bytes_per_s: of a network that is modelled; 0 for none.
         model: that they serve.
@@ -161,7 +167,8 @@ def running(
         "OMP_NUM_THREADS": str(threads), "PD_BENCHMARK_BYTES_PER_S": str(bytes_per_s),
     }  # fmt: skip
     module = "benchmarks.slow_network" if bytes_per_s else "pd_connector"
-    sides = [("kv_producer", prefill), *(("kv_consumer", decode) for decode in decodes)]
+    prefills = (prefill, *others)
+    sides = [*(("kv_producer", each) for each in prefills), *(("kv_consumer", each) for each in decodes)]
     with Servers() as servers, httpx.Client(timeout=REQUEST_TIMEOUT_S, limits=CONNECTIONS, trust_env=False) as http:
         started = []
         for number, ((role, side), port) in enumerate(zip(sides, free_ports(len(sides), HOST), strict=True)):
@@ -173,35 +180,40 @@ def running(
             )
         servers.wait_ready(started, READY_TIMEOUT_S)
         urls = [each.url for each in started]
-        first = Pair(http, urls[0], urls[0], {})
-        params = first.complete(first.prefill, a_prompt(64), 1, {"do_remote_decode": True})["kv_transfer_params"]
-        control = {name: params[name] for name in ("remote_host", "remote_port")}
-        for url in urls[1:]:
-            first.complete(url, a_prompt(64), 1, None)
-        pairs = tuple(Pair(http, urls[0], url, control) for url in urls[1:])
-        for pair in pairs:
-            _prove(pair)
+        pairs = tuple(pair for url in urls[: len(prefills)] for pair in _pairs(http, url, urls[len(prefills) :]))
+        for number, pair in enumerate(pairs):
+            pair.complete(pair.decode, a_prompt(64), 1, None)
+            _prove(pair, number // len(decodes) + 1)
         yield pairs
 
 
-def _prove(pair: Pair) -> None:
+def _pairs(http: httpx.Client, prefill: str, decodes: Sequence[str]) -> Iterator[Pair]:
+    alone = Pair(http, prefill, prefill, {})
+    params = alone.complete(prefill, a_prompt(64), 1, {"do_remote_decode": True})["kv_transfer_params"]
+    control = {name: params[name] for name in ("remote_host", "remote_port")}
+    return (Pair(http, prefill, decode, control) for decode in decodes)
+
+
+def _prove(pair: Pair, number: int) -> None:
     """Have a decode server compute its first prompt and pull it as well, so that all others are pulled.
+
+    ``number``: of prefill servers that it has proven then.
 
     Raises:
         RuntimeError: the prefill server is not proven in time, for example because it computes something else.
     """
     pair.in_turn(a_prompt(4 * BLOCK_TOKENS), 1)
-    prove(pair.decode, pair.prefill)
+    prove(pair.decode, pair.prefill, number)
 
 
-def prove(by: str, other: str) -> None:
-    """Wait until a server has proven another one, of which it has a prompt to compute and to pull.
+def prove(by: str, other: str, number: int = 1) -> None:
+    """Wait until a server has proven another one, its ``number``-th, of which it has a prompt to compute and to pull.
 
     Raises:
         RuntimeError: it has not in time, for example because the other one computes something else.
     """
     deadline = time.monotonic() + READY_TIMEOUT_S
-    while not sum(value for labels, value in _samples(by, "vllm:pd_canaries_total") if labels["outcome"] == "proven"):
+    while counted(by, "vllm:pd_canaries_total", outcome="proven") < number:
         if time.monotonic() > deadline:
             raise RuntimeError(f"{by} has not proven {other}; its log in {DIRECTORY} says why")
         time.sleep(0.1)
