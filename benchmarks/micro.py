@@ -8,6 +8,11 @@ On the threads that vLLM waits for, each with a target:
 - ``renewing``: D's calls for a request that waits, while its renewal thread keeps 10,000 others; beside them, the
   processor time of one renewal of all, of which there are three in a lease's time to live.
 - ``asking``: D's answer about a prompt of 120,000 tokens that host memory holds; vLLM asks again in every step.
+- ``finding``: a prefix of 1,024 blocks that another engine holds, from the question to its blocks here, over the real
+  control channel. Nothing is transferred.
+
+Of two servers that are started for it, ``answering``: how long an idle engine, which sleeps, takes to answer a question
+for a prefix that it holds.
 
 Off these threads, as shares of memcpy's rate for the same bytes, in turns: ``reshaping``, the last step of a staged
 pull (tokens and heads change places, or the heads of two ranks are put together), and ``copying``, a batch of blocks
@@ -21,6 +26,7 @@ import ctypes
 import gc
 import statistics
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -30,34 +36,47 @@ import numpy as np
 import torch
 from msgspec import structs
 from vllm.sampling_params import SamplingParams
-from vllm.utils.hashing import sha256_cbor
+from vllm.utils.hashing import sha256, sha256_cbor
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
+from benchmarks import pair
 from benchmarks.fleet.control import HOST, lease_id, serving
+from examples.quickstart.servers import free_ports
 from layout.copies import Copies
 from layout.geometry import CacheGroup, ModelIdentity, WorkerGeometry
-from pd_connector.orders import Report, StoreEnds
+from pd_connector.orders import RankEnds, Report, StoreEnds
 from pd_connector.params import RemotePrefill
+from pd_connector.scheduler.compute_rate import ComputeRate
+from pd_connector.scheduler.decode.canaries import Canaries
+from pd_connector.scheduler.decode.peer_prefixes import PeerPrefixes
 from pd_connector.scheduler.decode.renewals import Renewals
 from pd_connector.scheduler.host.tier import HostTier
 from pd_connector.scheduler.prefill.announcer import Announcer
 from pd_connector.scheduler.prefill.lease_service import LeaseService
 from pd_connector.scheduler.prefill.leases import LeaseTable
+from pd_connector.scheduler.prefill.prefix_service import PrefixService
+from pd_connector.vllm.block_hashes import BlockHashes
 from pd_connector.vllm.block_pools import HostBlockPool, Leased
-from pd_connector.vllm.device_blocks import DeviceBlocks
+from pd_connector.vllm.cache_specs import Retention
+from pd_connector.vllm.device_blocks import DeviceBlocks, HeldBlocks
 from transfer.control.client import ControlClient
+from transfer.control.messages import Cancel, Find
 from transfer.control.server import ControlServer
 from transfer.copies.batch.backends import Backend, open_copier, pinned_memory
 from transfer.copies.batch.base import Direction
 from transfer.copies.reshape.reshape import run_copies, warm_up
+from transfer.peers import Address
 
 BLOCK_TOKENS = 16
 NAMED, CHUNK_TOKENS, STEPS = 16, 512, 16  # prompts, and the chunks of each
 LEASES, TTL_S = 10_000, 3.0
 ASKED_TOKENS = 120_000
+FOUND_BLOCKS = 1024
+IDLE_S = 0.1  # before a question
+WORKER = WorkerGeometry(0, 1, 0, 1, "", (CacheGroup(BLOCK_TOKENS, 0, ()),), ())
 HEADS, HEAD_BYTES, LOCAL_BLOCK_TOKENS = 8, 256, 32
 COPIED_BYTES, COPIED_BLOCK = 256 << 20, 32 << 10
 Figures = dict[str, Any]
@@ -114,6 +133,16 @@ def _request(name: str, tokens: Sequence[int], params: Mapping[str, object] | No
     return Request(name, list(tokens), sampling, None, block_hasher=get_request_block_hasher(BLOCK_TOKENS, sha256_cbor))
 
 
+def _served() -> tuple[LeaseService[Leased], ControlServer]:
+    leases: LeaseTable[Leased] = LeaseTable(30.0, time.monotonic)
+    service = LeaseService(leases, ModelIdentity("none", "none", "", 1, 1, 128, "none", "none"), 1)
+    service.set_workers((WORKER,))
+    server = ControlServer(service, HOST, 0)
+    server.start()
+    service.notify = server.changed
+    return service, server
+
+
 class _Prefill:
     """A prefill engine's blocks and requests, without a model: ``step`` computes a chunk of each."""
 
@@ -122,12 +151,7 @@ class _Prefill:
         self._manager = _manager(tokens, 2 * NAMED * tokens // BLOCK_TOKENS + 16, 2 * NAMED * CHUNK_TOKENS)
         device = DeviceBlocks()
         device.bind(self._manager)
-        leases: LeaseTable[Leased] = LeaseTable(30.0, time.monotonic)
-        service = LeaseService(leases, ModelIdentity("none", "none", "", 1, 1, 128, "none", "none"), 1)
-        service.set_workers((WorkerGeometry(0, 1, 0, 1, "", (CacheGroup(BLOCK_TOKENS, 0, ()),), ()),))
-        self._server = ControlServer(service, HOST, 0)
-        self._server.start()
-        service.notify = self._server.changed
+        service, self._server = _served()
         self._announcer = Announcer(service, device)
         self._requests: list[Request] = []
 
@@ -246,6 +270,124 @@ def asking(rounds: int) -> Figures:
     return times(f"answers about {ASKED_TOKENS:,} tokens", seconds, 0.1)
 
 
+class _Holder:
+    """An engine that holds a prompt, and lends it as a prefill engine does."""
+
+    def __init__(self, tokens: int, hashes: BlockHashes) -> None:
+        manager = _manager(tokens, 2 * tokens // BLOCK_TOKENS, tokens + 64)
+        request = _request("held", range(tokens))
+        assert manager.allocate_slots(request, tokens) is not None, "blocks are short"
+        manager.free(request)
+        self._blocks = DeviceBlocks()
+        self._blocks.bind(manager)
+        self._service, self._server = _served()
+        announcer = Announcer(self._service, self._blocks)
+        self._prefixes = self._service.prefixes = PrefixService(
+            self._blocks, hashes, (Retention(BLOCK_TOKENS),), announcer.being_written, self._lend, lambda: None,
+            self._server.changed, wants_blocks=lambda: False,
+        )  # fmt: skip
+
+    @property
+    def address(self) -> Address:
+        """Of the control channel."""
+        return Address(HOST, self._server.port)
+
+    def answer(self) -> float:
+        """Return the seconds that the answer to the question under way takes."""
+        _wait_until(lambda: self._prefixes.is_asked)
+        return timed(lambda: self._prefixes.serve(self._service.engine_id))
+
+    def take_back(self) -> None:
+        """End all leases."""
+        self._service.leases.cancel_all()
+        for held in self._service.leases.collect():
+            self._blocks.release(held.blocks)
+
+    def close(self) -> None:
+        """Stop the control server."""
+        self._server.close()
+
+    def _lend(self, held: HeldBlocks, block_ids: tuple[tuple[int, ...], ...], tokens: int) -> RemotePrefill:
+        self._blocks.keep(held)
+        return self._service.lend(Leased(held), block_ids, tokens, (HOST, self._server.port), is_written=True)
+
+
+def _wait_until(condition: Callable[[], bool]) -> None:
+    ends_at = time.monotonic() + 10.0
+    while not condition():
+        assert time.monotonic() < ends_at, "there is no answer"
+        time.sleep(1e-4)
+
+
+def _hashes(algorithm: str) -> BlockHashes:
+    config: Any = SimpleNamespace(cache_config=SimpleNamespace(prefix_caching_hash_algo=algorithm))
+    return BlockHashes(config)
+
+
+def finding(rounds: int) -> Figures:
+    """The scheduler's calls of the engine that holds a prefix, and of the one that asks for it and has it pulled."""
+    tokens, groups, blocks = FOUND_BLOCKS * BLOCK_TOKENS, (Retention(BLOCK_TOKENS),), DeviceBlocks()
+    client = ControlClient()
+    seconds: list[tuple[float, ...]] = []
+    with _as_in_vllm():
+        manager, hashes = _manager(tokens, 2 * FOUND_BLOCKS, tokens + 64), _hashes("sha256_cbor")
+        blocks.bind(manager)
+        holder = _Holder(tokens, hashes)
+        peers = PeerPrefixes(
+            [holder.address], client, Renewals(client, 10.0, 600.0), blocks, groups, hashes,
+            Canaries(blocks, groups, tries=False), ComputeRate(),
+        )  # fmt: skip
+        worker: Any = SimpleNamespace(geometry=WORKER)
+        peers.set_workers((worker,))
+        for number in range(rounds + 2):
+            request = _request(str(number), range(tokens + 1))
+
+            def ask(request: Request = request) -> None:
+                assert peers.must_wait(request, 0), "nobody is asked, or nothing is found"
+
+            asked_s, answered_s = timed(ask), holder.answer()
+            _wait_until(lambda request=request: not peers.is_waiting(request))  # type: ignore[misc]
+            taken_s = timed(ask)
+            (pull,) = peers.step_orders({}).prefixes
+            report = Report(prefixes={pull.request_id: RankEnds(1)})
+            seconds.append((asked_s, answered_s, taken_s, timed(lambda: peers.settled(set(), set(), report))))  # noqa: B023
+            found = len(blocks.longest_prefix(request.block_hashes)[0][0])
+            assert found == FOUND_BLOCKS, f"only {found} blocks were found"
+            peers.finish(request, ())
+            manager.reset_prefix_cache()
+            holder.take_back()
+        peers.close()
+        holder.close()
+    names = ("to ask", "to answer", "to take the answer", "to let it be found")
+    return {
+        name: times(f"{FOUND_BLOCKS:,} blocks, {name}", each, 1.0)
+        for name, each in zip(names, zip(*seconds[2:], strict=True), strict=True)
+    }
+
+
+def answering(rounds: int) -> Figures:
+    """An idle engine's answers over its control channel, as whoever asks waits for them."""
+    (port,) = free_ports(1, HOST)
+    serves = pair.Side(options={"serve_prefixes": True, "port": port})
+    prompt, client, seconds = pair.a_prompt(pair.LONGEST // 2), ControlClient(), []
+    init_none_hash(sha256)  # vLLM's default
+    hasher = get_request_block_hasher(pair.BLOCK_TOKENS, sha256)
+    hashes = Request("asked", prompt, SamplingParams(max_tokens=1), None, block_hasher=hasher).block_hashes
+    find = Find("", "", _hashes("sha256").hashing, pair.BLOCK_TOKENS, tuple(map(bytes, hashes)))
+    with pair.running(pair.Side(), serves) as (servers,):
+        servers.complete(servers.decode, prompt, 1, None)
+        for _ in range(2 * rounds):
+            time.sleep(IDLE_S)
+            question = structs.replace(find, find_id=uuid.uuid4().hex)
+            start = time.perf_counter()
+            found = client.request(HOST, port, question, 10.0).result()
+            seconds.append(time.perf_counter() - start)
+            assert found.tokens == len(prompt), f"{found.tokens} tokens were found: {found.reason}"
+            client.request(HOST, port, Cancel(found.engine_id, (found.lease_id,)), 10.0).result()
+    client.close()
+    return times(f"an idle engine's answer about {len(hashes)} blocks", seconds, 5.0)
+
+
 def _transpose(tokens: int) -> list[Copies]:
     """Head runs of NHD blocks in the order of the source, to HND blocks."""
     runs = np.arange(tokens * HEADS, dtype=np.int64)
@@ -320,7 +462,9 @@ def copying(rounds: int) -> Figures:
     return found
 
 
-CASES: tuple[Callable[[int], Figures], ...] = (announcing, expiring, renewing, asking, reshaping, copying)
+CASES: tuple[Callable[[int], Figures], ...] = (
+    announcing, expiring, renewing, asking, finding, answering, reshaping, copying,
+)  # fmt: skip
 
 
 def main(words: Sequence[str] | None = None) -> Figures:
