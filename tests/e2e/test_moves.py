@@ -4,8 +4,13 @@ The model writes bytes at random, so that the text is full of halves of characte
 """
 
 import json
+import statistics
+import time
 from collections.abc import Iterator
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +36,10 @@ pytestmark = [pytest.mark.routers, on(MOVES), pytest.mark.timeout(1800)]
 TOKENS, WRITTEN = 1000, 200
 #: P waits for what D holds no longer than computing it takes. The first pull from an engine takes longer.
 ATTEMPTS = 5
+#: Streams at once, and how often one of both decode servers is drained: each is proven to P the first time.
+STREAMS, DRAINS = 6, 4
+LOADED_S = 300.0
+PULL = "vllm:pd_pull_seconds"
 OPTIONS: dict[str, Any] = {
     "model": MODEL_NAME,
     "stream": True,
@@ -63,16 +72,49 @@ def text_of(stream: list[dict[str, Any]]) -> str:
     return "".join(choice["text"] if "text" in choice else choice["delta"]["content"] for choice in choices)
 
 
+@contextmanager
+def running(servers: dict[str, Server], file: Path) -> Iterator[ProxyProcess]:
+    """The proxy before all servers, of which those in the file are drained."""
+    arguments = ["--prefill", servers["P"].client.base_url, "--draining", str(file), "--plain-chats"]
+    for name in ("D", "D other"):
+        arguments += ["--decode", servers[name].client.base_url]
+    with ProxyProcess(["-m", "pd_proxy", *arguments]) as proxy:
+        yield proxy
+
+
+@dataclass
+class Stream:
+    """What came of an answer, and when."""
+
+    events: list[dict[str, Any]] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+
+    def read(self, url: str, seed: object) -> None:
+        for event in events(url, "/v1/completions", seed):
+            self.times.append(time.perf_counter())
+            self.events.append(event)
+
+    def pause_ms(self, since: float) -> float:
+        return 1e3 * max((after - before for before, after in pairwise(self.times) if after > since), default=0.0)
+
+
+def pulls(server: Server) -> tuple[float, float]:
+    """The seconds of all pulls of a server without their waits, and how many there were."""
+    samples = server.client.metrics().samples
+    seconds, count = (
+        sum(value for name, labels, value in samples if (name, labels.get("phase")) == (f"{PULL}_{each}", "total"))
+        for each in ("sum", "count")
+    )
+    return seconds, count
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_the_text_is_what_it_would_have_been_and_p_pulls_what_was_written(
     servers: dict[str, Server], tmp_path: Path, figures: list[str], path: str
 ) -> None:
     file, decoders = tmp_path / "draining", [servers["D"], servers["D other"]]
-    arguments = ["--prefill", servers["P"].client.base_url, "--draining", str(file), "--plain-chats"]
-    for decoder in decoders:
-        arguments += ["--decode", decoder.client.base_url]
     pulled: list[float] = []
-    with ProxyProcess(["-m", "pd_proxy", *arguments]) as proxy:
+    with running(servers, file) as proxy:
         while len(pulled) < ATTEMPTS and not any(pulled):
             unmoved = list(events(decoders[0].client.base_url, path, len(pulled), cache_salt="unmoved"))
             before = servers["P"].client.metrics()
@@ -90,6 +132,39 @@ def test_the_text_is_what_it_would_have_been_and_p_pulls_what_was_written(
             pulled.append(servers["P"].client.metrics().since(before).value("vllm:pd_prefix_tokens_total"))
     assert pulled[-1] >= WRITTEN // 2, pulled
     figures.append(f"{path}, moved: P pulled {pulled[-1]:.0f} tokens of what had been written")
+
+
+def test_no_stream_fails_that_moves_under_load(servers: dict[str, Server], tmp_path: Path, figures: list[str]) -> None:
+    decoders = [servers["D"], servers["D other"]]
+    with running(servers, tmp_path / "draining") as proxy:
+        for number in range(DRAINS):
+            leaving, other = decoders[:: -1 if number % 2 else 1]
+            figures.append(drain(proxy, tmp_path / "draining", servers["P"], leaving, other, number))
+
+
+def drain(proxy: ProxyProcess, file: Path, p: Server, leaving: Server, other: Server, number: int) -> str:
+    """What became of streams, some of which moved."""
+    streams, moved_before = [Stream() for _ in range(STREAMS)], proxy.log.count(" moved=http")
+    with ThreadPoolExecutor(STREAMS) as clients:
+        read = [clients.submit(each.read, proxy.url, (number, seed)) for seed, each in enumerate(streams)]
+        until(lambda: all(len(each.events) >= WRITTEN for each in streams), within_s=LOADED_S)
+        before, pulled_before, since = p.client.metrics(), pulls(other), time.perf_counter()
+        file.write_text(leaving.client.base_url)
+        for each in read:
+            each.result()
+    file.write_text("")
+    until(lambda: proxy.log.count("is back") == number + 1)
+    moved = proxy.log.count(" moved=http") - moved_before
+    assert moved >= 1
+    assert {each.events[-2]["choices"][0]["finish_reason"] for each in streams} == {"length"}
+    assert {each.events[-1]["usage"]["completion_tokens"] for each in streams} == {TOKENS}
+    pauses = sorted(each.pause_ms(since) for each in streams)[-moved:]
+    tokens = p.client.metrics().since(before).value("vllm:pd_prefix_tokens_total")
+    seconds, count = (now - earlier for now, earlier in zip(pulls(other), pulled_before, strict=True))
+    return (
+        f"{moved} of {STREAMS} streams moved: pauses {statistics.median(pauses):.0f} ms, at most {pauses[-1]:.0f}; P "
+        f"pulled {tokens:.0f} tokens; {count:.0f} pulls of the other D, {1e3 * seconds / max(count, 1):.0f} ms each"
+    )
 
 
 def _busy(decoders: list[Server]) -> Server:
