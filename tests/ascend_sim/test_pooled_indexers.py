@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(ascend_release() == "0.23", reason="vllm-ascend 
 
 #: Tokens of an answer: a step of this model takes long.
 ANSWER = 6
-SAME, FEWER = ("TP1", "other TP1"), ("TP2", "TP1")
+SAME, FEWER, MORE = ("TP1", "other TP1"), ("TP2", "TP1"), ("TP1", "TP2")
 
 
 def pairs(*names: tuple[str, str]) -> pytest.MarkDecorator:
@@ -27,7 +27,7 @@ def pairs(*names: tuple[str, str]) -> pytest.MarkDecorator:
 
 @on(NPU_POOLED_INDEXER)
 class TestPooledIndexers:
-    @pairs(SAME, FEWER)
+    @pairs(SAME, FEWER, MORE)
     @pytest.mark.parametrize("tokens", [3, NPU_STATE_BLOCK, 3 * NPU_STATE_BLOCK + 2, 5 * NPU_STATE_BLOCK + POOL + 1])
     def test_a_pulled_prompt_gives_the_same_output(self, pair: Pair, tokens: int) -> None:
         """With any number of tokens in its ring, and more pools than are selected."""
@@ -35,13 +35,13 @@ class TestPooledIndexers:
         _, completion = pair.assert_pulls_all(prompt, ANSWER)
         assert_same_output(completion, expected)
 
-    @pairs(SAME, FEWER)
+    @pairs(SAME, FEWER, MORE)
     def test_the_next_turn_pulls_only_what_is_new(self, pair: Pair) -> None:
         """Both servers find its beginning, up to the last border before it ended."""
         prompt, expected = pair.prompt_and_answer(4 * NPU_STATE_BLOCK + 2, "turns", ANSWER)
         pair.assert_pulls_behind(prompt[:700], prompt, expected, ANSWER)
 
-    @pairs(FEWER)
+    @pairs(FEWER, MORE)
     def test_both_legs_at_once(self, pair: Pair) -> None:
         prompt, expected = pair.prompt_and_answer(900, "legs")
         Router(pair).assert_right(prompt, decode_first_s=0.3, expected=expected)

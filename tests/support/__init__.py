@@ -202,6 +202,7 @@ Real servers (``tests/e2e``):
     e2e.headless_node       a further node of a server whose ranks are on several hosts
     e2e.gates               places in the workers of a server at which a test has them stop
     e2e.gated_connector     the connector with such places
+    e2e.conversations       conversations that go on at another server
     e2e.host_memory         what tests of servers with host memory have in common
     e2e.legs                both legs of a request at once, as a router sends them
     e2e.router_bodies       what routers send that cannot be run here

@@ -127,12 +127,18 @@ RECOMPUTE = Deployment(
     ),
 )
 
+
+def _finds_prefixes(spec: ServerSpec) -> ServerSpec:
+    """The server, which serves prefixes, and finds those of others if it is told where."""
+    return replace(spec, options=(*spec.options, ("serve_prefixes", True), ("peers", ())))
+
+
 #: Sides that differ in tensor parallel size, and two of the same, 2.
 SEVERAL_RANKS = Deployment(
     "ranks",
     (
-        ("TP1", on_npu(_peer())),
-        ("TP2", on_npu(_peer(tensor_parallel=2))),
+        ("TP1", _finds_prefixes(on_npu(_peer()))),
+        ("TP2", _finds_prefixes(on_npu(_peer(tensor_parallel=2)))),
         ("other TP2", on_npu(_peer(tensor_parallel=2))),
     ),
 )
