@@ -46,7 +46,6 @@ class Benchmark:
 #: By the names of their results' files.
 BENCHMARKS: Mapping[str, Benchmark] = {
     "host_memory": Benchmark(host_memory.main),
-    "host_memory_slow_network": Benchmark(host_memory.main, ("--bytes-per-s", "1.25e9")),
     "host_step": Benchmark(host_step.main),
     "micro": Benchmark(micro.main),
     "planning": Benchmark(planning.main),
@@ -56,11 +55,11 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "states": Benchmark(states.main),
     "short_of_blocks": Benchmark(short_of_blocks.main, ("--repeats", "41")),
     "short_of_blocks_slow_network": Benchmark(
-        short_of_blocks.main, ("--parts", "bursts", "growth", "--bytes-per-s", "5e7")
+        short_of_blocks.main, ("--parts", "bursts", "growth", "--mbit-per-s", "400")
     ),
-    "short_of_blocks_slower_network": Benchmark(short_of_blocks.main, ("--parts", "bursts", "--bytes-per-s", "2.5e7")),
+    "short_of_blocks_slower_network": Benchmark(short_of_blocks.main, ("--parts", "bursts", "--mbit-per-s", "200")),
     "legs": Benchmark(legs.main),
-    "legs_slow_network": Benchmark(legs.main, ("--bytes-per-s", "2e8", "--lengths", "512", "2000", "3500")),
+    "legs_slow_network": Benchmark(legs.main, ("--mbit-per-s", "1000", "--lengths", "512", "2000", "3500")),
     "legs_hybrid": Benchmark(legs.main, ("--hybrid",)),
     "first_token": Benchmark(first_token.main),
     "detour": Benchmark(detour.main),

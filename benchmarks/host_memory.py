@@ -3,7 +3,7 @@
 As ``benchmarks.pull``, a prefill worker in a process of its own and a decode worker in this one, 1,500 tokens of
 SmolLM2-135M. Pulls take turns: from the prefill worker's device or from its host memory, to the decode worker's device
 or to its host memory. On CPU all four are memory, so the ratios show what looking up the place and the other layout
-cost. Then the copy by which what has landed is loaded. ``--bytes-per-s`` models a slow network.
+cost. Then the copy by which what has landed is loaded.
 """
 
 import argparse
@@ -20,7 +20,6 @@ import numpy as np
 
 from benchmarks.apart import start_apart
 from benchmarks.pull import BLOCK_TOKENS, HOST, MODEL, Measured, Request, block_bytes, geometry
-from benchmarks.slow_engine import Network, SlowEngine
 from layout.cost import CostModel
 from layout.geometry import Region, WorkerGeometry
 from layout.host_blocks import HostLayout, host_layout
@@ -81,7 +80,7 @@ def serve(pipe: Connection, blocks: int, tokens: int) -> None:
 class Bench:
     """A prefill process and a decode worker."""
 
-    def __init__(self, tokens: int, bytes_per_s: float) -> None:
+    def __init__(self, tokens: int) -> None:
         self.tokens, self._needed = tokens, -(-tokens // BLOCK_TOKENS)
         self.bytes = self._needed * block_bytes()
         self._blocks = 3 * self._needed
@@ -89,7 +88,6 @@ class Bench:
         self._pipe.recv()
         self._engine, self._client = MooncakeEngine(MooncakeOptions(HOST)), ControlClient()
         self._memory = _Memory(self._blocks, self._engine)
-        self._reader: Any = SlowEngine(self._engine, Network(bytes_per_s)) if bytes_per_s else self._engine
         memory = self._memory
         slots = host_block_geometry(memory.caches, memory.layout, memory.pool)
         self._pulls = {False: self._pulls_to(memory.caches), True: self._pulls_to(slots)}
@@ -97,7 +95,7 @@ class Bench:
 
     def _pulls_to(self, local: WorkerGeometry) -> Pulls:
         reads = RemoteReader(CostModel.of_protocol("tcp"), local.regions)
-        context = PullContext(local, MODEL, self._reader, self._client, AllowedPeers(), 0, 1, reads, 10.0, 60.0)
+        context = PullContext(local, MODEL, self._engine, self._client, AllowedPeers(), 0, 1, reads, 10.0, 60.0)
         return Pulls(context, 600.0)
 
     def pull(self, measured: Measured, *, from_host: bool, to_host: bool) -> None:
@@ -138,9 +136,8 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=1500)
     parser.add_argument("--rounds", type=int, default=100)
-    parser.add_argument("--bytes-per-s", type=float, default=0.0, help="of the network; 0: as it is")
     arguments = parser.parse_args(words)
-    bench, warm_up, measured = Bench(arguments.tokens, arguments.bytes_per_s), Measured(), Measured()
+    bench, warm_up, measured = Bench(arguments.tokens), Measured(), Measured()
     for number in range(-3, arguments.rounds):
         for from_host, to_host in product((False, True), repeat=2):
             bench.pull(measured if number >= 0 else warm_up, from_host=from_host, to_host=to_host)

@@ -6,7 +6,8 @@ whatever else the machine does hits both alike.
 
 Handover: from the prefill server's answer to the decode server's first token, less what a request of one token takes
 there. Total: from the client's request to the last of its tokens; which way goes first alternates. Last: the longest
-connector calls of both servers, from their start to the end of the run. ``--bytes-per-s`` models a slow network.
+connector calls of both servers, from their start to the end of the run. ``--mbit-per-s`` has each server on a host of
+its own, at the end of such a network (network namespaces: as root).
 
 ``--hybrid`` serves a model with states, which D reads when P has computed all of the prompt. A handover holds a step of
 D over the prompt's tokens, which takes longer than that over one token, and is no transfer. So steps are measured
@@ -91,7 +92,7 @@ def pull_ms(pair: Pair, tokens: int) -> float:
 
 
 def handovers(
-    pair: Pair, model: Model, lengths: Sequence[int], repeats: int, bytes_per_s: float
+    pair: Pair, model: Model, lengths: Sequence[int], repeats: int, mbit_per_s: int
 ) -> dict[str, dict[str, float]]:
     """Print the handover by the length of the prompt, and return it.
 
@@ -111,7 +112,7 @@ def handovers(
         prefill = statistics.median(each.prefilled for each in times[0]) * 1e3
         medians = statistics.median(turn), statistics.median(both)
         tails = statistics.quantiles(turn, n=10)[-1], statistics.quantiles(both, n=10)[-1]
-        network_ms = size / bytes_per_s * 1e3 if bytes_per_s else medians[0]
+        network_ms = size * 8 / mbit_per_s / 1e3 if mbit_per_s else medians[0]
         hidden = 1 - max(medians[1], 0.0) / network_ms
         figures[str(tokens)] = {
             "megabytes": size / 1e6, "prefill_ms": prefill, "one_token_ms": least * 1e3,
@@ -150,6 +151,28 @@ def beside_transfers(pair: Pair, found: Mapping[str, Mapping[str, float]], repea
             f"{each['together_times']:>26.2f} {each['without_longer_step_times']:>15.2f}"
         )
     return figures
+
+
+def link_shares(pair: Pair, lengths: Sequence[int], repeats: int, mbit_per_s: int) -> dict[str, float]:
+    """Print how much of the network's rate pulls of whole prompts use while they read, and return it."""
+    figures = {}
+    for tokens in lengths:
+        before = _read(pair)
+        for _ in range(repeats):
+            pair.in_turn(a_prompt(tokens), 2)
+        size, seconds = (now - was for now, was in zip(_read(pair), before, strict=True))
+        figures[str(tokens)] = size * 8 / seconds / (mbit_per_s * 1e6)
+        print(f"of the network's {mbit_per_s} Mbit/s, pulls of {tokens:,} tokens use {figures[str(tokens)]:.0%}")
+    return figures
+
+
+def _read(pair: Pair) -> tuple[float, float]:
+    """Return the bytes that the decode server has pulled, and the seconds of it. A step brings its books up to date."""
+    pair.complete(pair.decode, a_prompt(1), 1, None)
+    return (
+        counted(pair.decode, "vllm:pd_pull_bytes_total"),
+        counted(pair.decode, "vllm:pd_pull_seconds_sum", phase="read"),
+    )
 
 
 def totals(pair: Pair, tokens: int, answer_tokens: int, repeats: int) -> dict[str, dict[str, float]]:
@@ -197,7 +220,7 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", help="of the prompts, ascending")
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--bytes-per-s", type=float, default=0.0, help="of the network; 0: as it is")
+    parser.add_argument("--mbit-per-s", type=int, default=0, help="of the network; 0: none between the servers")
     parser.add_argument("--threads", type=int, default=1, help="of each server's kernels (1)")
     parser.add_argument("--hybrid", action="store_true")
     arguments = parser.parse_args(words)
@@ -205,14 +228,16 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     lengths = arguments.lengths or (HYBRID_LENGTHS if arguments.hybrid else LENGTHS)
     random.seed(os.urandom(8))
     try:
-        rate = arguments.bytes_per_s
+        rate = arguments.mbit_per_s
         side = Side(longest=model.longest)
-        with running(side, side, threads=arguments.threads, bytes_per_s=rate, model=model) as (pair,):
+        with running(side, side, threads=arguments.threads, mbit_per_s=rate, model=model) as (pair,):
             by_length = handovers(pair, model, lengths, arguments.repeats, rate)
             figures: dict[str, Any] = {"handover": by_length}
             if arguments.hybrid:
                 figures["beside_transfers"] = beside_transfers(pair, by_length, arguments.repeats)
             figures["total_2000_tokens"] = totals(pair, 2000, 16, arguments.repeats)
+            if rate:
+                figures["link_share"] = link_shares(pair, lengths, arguments.repeats, rate)
             return figures | {"longest_call_ms": longest_calls(pair)}
     except ServerFailed as error:
         sys.exit(f"{error}. The end of its log in {DIRECTORY}:\n{error.log_tail}")

@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks.hosts import Hosts, what_lacks
 from benchmarks.peers.model import make
 from benchmarks.peers.servers import NAME
 from examples.quickstart.servers import Server, Servers, free_ports
@@ -145,7 +146,7 @@ def running(
     *decodes: Side,
     others: Sequence[Side] = (),
     threads: int = 1,
-    bytes_per_s: float = 0.0,
+    mbit_per_s: int = 0,
     model: Model = ATTENTION,
 ) -> Iterator[tuple[Pair, ...]]:
     """Yield the prefill server with each of the decode servers, then each of the others; they end with the context.
@@ -155,26 +156,31 @@ def running(
         decodes: servers.
         others: prefill servers.
         threads: of each server's kernels.
-        bytes_per_s: of a network that is modelled; 0 for none.
+        mbit_per_s: of the network between the servers, each on a host of its own; 0: all are on this one.
         model: that they serve.
 
     Raises:
         ServerFailed: one of them did not start.
+        RuntimeError: no hosts can be made here.
     """
     served = ["--model", str(model.make()), "--block-size", str(model.block_tokens), *model.words]
     environment = {
         "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": str(threads), "PD_BENCHMARK_BYTES_PER_S": str(bytes_per_s),
+        "OMP_NUM_THREADS": str(threads),
     }  # fmt: skip
-    module = "benchmarks.slow_network" if bytes_per_s else "pd_connector"
     prefills = (prefill, *others)
     sides = [*(("kv_producer", each) for each in prefills), *(("kv_consumer", each) for each in decodes)]
-    with Servers() as servers, httpx.Client(timeout=REQUEST_TIMEOUT_S, limits=CONNECTIONS, trust_env=False) as http:
+    with (
+        hosts_for(len(sides), mbit_per_s) as places,
+        Servers() as servers,
+        httpx.Client(timeout=REQUEST_TIMEOUT_S, limits=CONNECTIONS, trust_env=False) as http,
+    ):
         started = []
-        for number, ((role, side), port) in enumerate(zip(sides, free_ports(len(sides), HOST), strict=True)):
+        ports = free_ports(len(sides), HOST)
+        for number, ((role, side), (host, prefix), port) in enumerate(zip(sides, places, ports, strict=True)):
             own = environment | dict(side.variables) | ({"VLLM_KV_CACHE_LAYOUT": side.layout} if side.layout else {})
-            log, url = DIRECTORY / f"{number}-{role}.log", f"http://{HOST}:{port}"
-            command = [*_command(module, role, side, port), *served]
+            log, url = DIRECTORY / f"{number}-{role}.log", f"http://{host}:{port}"
+            command = [*prefix, *_command(role, side, host, port), *served]
             started.append(
                 servers.start(Server(f"{role} {number}", command, url=url, log=log, environment=own, cwd=ROOT))
             )
@@ -192,6 +198,29 @@ def _pairs(http: httpx.Client, prefill: str, decodes: Sequence[str]) -> Iterator
     params = alone.complete(prefill, a_prompt(64), 1, {"do_remote_decode": True})["kv_transfer_params"]
     control = {name: params[name] for name in ("remote_host", "remote_port")}
     return (Pair(http, prefill, decode, control) for decode in decodes)
+
+
+@contextmanager
+def hosts_for(servers: int, mbit_per_s: int) -> Iterator[list[tuple[str, list[str]]]]:
+    """Yield the address of each server, and what its command begins with.
+
+    Args:
+        servers: how many.
+        mbit_per_s: of the network between them, each on a host of its own; 0: all are on this one.
+
+    Raises:
+        RuntimeError: no hosts can be made here.
+    """
+    if not mbit_per_s:
+        yield [(HOST, [])] * servers
+        return
+    if lacks := what_lacks():
+        raise RuntimeError(f"a network of {mbit_per_s} Mbit/s: {lacks}")
+    with Hosts() as hosts, ExitStack() as slowed:
+        places = [(hosts.address(number), hosts.prefix(number)) for number in range(1, servers + 1)]
+        for number in range(1, servers + 1):
+            slowed.enter_context(hosts.slowed(number, f"{mbit_per_s}mbit"))
+        yield places
 
 
 def _prove(pair: Pair, number: int) -> None:
@@ -219,11 +248,11 @@ def prove(by: str, other: str, number: int = 1) -> None:
         time.sleep(0.1)
 
 
-def _command(module: str, role: str, side: Side, port: int) -> list[str]:
-    connector = {"kv_connector": "PDConnector", "kv_connector_module_path": module, "kv_role": role,
-                 "kv_connector_extra_config": {"host": HOST, **side.options}}  # fmt: skip
+def _command(role: str, side: Side, host: str, port: int) -> list[str]:
+    connector = {"kv_connector": "PDConnector", "kv_connector_module_path": "pd_connector", "kv_role": role,
+                 "kv_connector_extra_config": {"host": host, **side.options}}  # fmt: skip
     options: dict[str, object] = {
-        "served-model-name": NAME, "host": HOST, "port": port, "dtype": "float32",
+        "served-model-name": NAME, "host": host, "port": port, "dtype": "float32",
         "kv-cache-memory-bytes": side.cache_bytes,
         "max-model-len": side.longest, "max-num-batched-tokens": CHUNK, "kv-transfer-config": json.dumps(connector),
     }  # fmt: skip

@@ -9,7 +9,8 @@ Decode: 16 requests at once at a decode server whose device holds two of them, w
 so that vLLM preempts requests; also without host memory, out of which they come back. Then one request at a time where
 there is room, also at a second server with off: what differs between those two is what one server differs from
 another.
-``--bytes-per-s`` models a slow network, for which requests wait; on loopback hardly any does. ``--parts`` chooses.
+``--mbit-per-s`` has each server on a host of its own (network namespaces: as root) at the end of such a network, for
+which requests wait; on loopback hardly any does. ``--parts`` chooses.
 """
 
 import argparse
@@ -105,7 +106,7 @@ def burst(pair: Pair, prompts: Sequence[list[int]], answer_tokens: int) -> tuple
     return time.perf_counter() - start, [answer["token_ids"] for answer in answers]
 
 
-def bursts(load: Load, rounds: int, bytes_per_s: float) -> dict[str, dict[str, float]]:
+def bursts(load: Load, rounds: int, mbit_per_s: int) -> dict[str, dict[str, float]]:
     """Measure decode servers whose device has room for two of the load, and whose host memory, if any, for all."""
     decodes = [
         Side(cache_bytes=load.blocks * BLOCK_BYTES, longest=1088,
@@ -113,7 +114,7 @@ def bursts(load: Load, rounds: int, bytes_per_s: float) -> dict[str, dict[str, f
         for name in load.servers
     ]  # fmt: skip
     taken: dict[str, list[float]] = {name: [] for name in load.servers}
-    with running(Side(), *decodes, bytes_per_s=bytes_per_s) as pairs:
+    with running(Side(), *decodes, mbit_per_s=mbit_per_s) as pairs:
         before = [counted(pair.decode, "vllm:num_preemptions_total") for pair in pairs]
         for number in range(rounds + 1):
             prompts = [a_prompt(DECODE_TOKENS) for _ in range(AT_ONCE)]
@@ -129,14 +130,14 @@ def bursts(load: Load, rounds: int, bytes_per_s: float) -> dict[str, dict[str, f
     }
 
 
-def with_room(repeats: int, bytes_per_s: float) -> dict[str, float]:
+def with_room(repeats: int, mbit_per_s: int) -> dict[str, float]:
     """Return the median milliseconds of a decode leg of one token where the device has room, by server."""
     taken: dict[str, list[float]] = {name: [] for name in (*PLACES, AGAIN)}
     sides = [
         Side(options={"cpu_bytes_to_use": HOST_BYTES, "host_transfers": "auto" if name == "auto" else "off"})
         for name in taken
     ]
-    with running(Side(), *sides, bytes_per_s=bytes_per_s) as pairs:
+    with running(Side(), *sides, mbit_per_s=mbit_per_s) as pairs:
         servers = list(zip(taken.values(), pairs, strict=True))
         for number in range(repeats + 2):
             first = number % len(servers)  # what a server still does in the background hits another one each time
@@ -159,9 +160,9 @@ def measure_prefill() -> dict[str, Any]:
     return {"moving": moving, "staying": staying}
 
 
-def measure_bursts(load: Load, rounds: int, bytes_per_s: float) -> dict[str, Any]:
+def measure_bursts(load: Load, rounds: int, mbit_per_s: int) -> dict[str, Any]:
     """Measure and print what a full decode server answers, by ``host_transfers``."""
-    by_place = bursts(load, rounds, bytes_per_s)
+    by_place = bursts(load, rounds, mbit_per_s)
     auto = by_place["auto"]["per_minute"]
     ratios = {name: auto / of["per_minute"] for name, of in by_place.items() if name != "auto"}
     print(
@@ -177,9 +178,9 @@ def measure_bursts(load: Load, rounds: int, bytes_per_s: float) -> dict[str, Any
     return {"by_place": by_place, "ratio": ratios["off"], **without}
 
 
-def measure_room(repeats: int, bytes_per_s: float) -> dict[str, Any]:
+def measure_room(repeats: int, mbit_per_s: int) -> dict[str, Any]:
     """Measure and print what ``host_transfers`` costs where the device has room."""
-    single = with_room(repeats, bytes_per_s)
+    single = with_room(repeats, mbit_per_s)
     device = (single["off"] + single[AGAIN]) / 2
     ratio, noise = single["auto"] / device, max(single["off"], single[AGAIN]) / min(single["off"], single[AGAIN])
     print(
@@ -194,14 +195,14 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="bursts at each decode server")
     parser.add_argument("--repeats", type=int, default=21, help="single requests at each")
-    parser.add_argument("--bytes-per-s", type=float, default=0.0, help="of the decode servers' network; 0: as it is")
+    parser.add_argument("--mbit-per-s", type=int, default=0, help="of the network; 0: none between the servers")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     arguments = parser.parse_args(words)
     measures: dict[str, Callable[[], dict[str, Any]]] = {
         "prefill": measure_prefill,
-        "bursts": lambda: {"bursts": measure_bursts(FITTING, arguments.rounds, arguments.bytes_per_s)},
-        "growth": lambda: {"growth": measure_bursts(GROWING, arguments.rounds, arguments.bytes_per_s)},
-        "room": partial(measure_room, arguments.repeats, arguments.bytes_per_s),
+        "bursts": lambda: {"bursts": measure_bursts(FITTING, arguments.rounds, arguments.mbit_per_s)},
+        "growth": lambda: {"growth": measure_bursts(GROWING, arguments.rounds, arguments.mbit_per_s)},
+        "room": partial(measure_room, arguments.repeats, arguments.mbit_per_s),
     }
     figures: dict[str, Any] = {}
     try:

@@ -76,7 +76,7 @@ def measure(place: Place, model: Model, plan: Plan) -> Iterator[dict[str, Any]]:
         options=options | {"cpu_bytes_to_use": host_bytes},
     )  # fmt: skip
     with pair.running(prefill, decode, busy, model=model) as (plain, with_host_memory):
-        yield {"handover": legs.handovers(plain, model, plan.lengths, plan.repeats, 0.0)}
+        yield {"handover": legs.handovers(plain, model, plan.lengths, plan.repeats, 0)}
         yield {"lengths": {str(tokens): _reads(place, plain, tokens, plan.repeats) for tokens in plan.lengths}}
         yield {"gaps": _gaps(with_host_memory, plan)}
     if plan.is_mapped:
@@ -94,7 +94,7 @@ def _mapped_reads(place: Place, model: Model, plan: Plan, *sides: Side) -> dict[
     print("  over CUDA IPC")
     with pair.running(prefill, decode, model=model) as (mapping,):
         before = _pulled(mapping)
-        found = legs.handovers(mapping, model, plan.lengths, plan.repeats, 0.0)
+        found = legs.handovers(mapping, model, plan.lengths, plan.repeats, 0)
         for tokens in plan.lengths:
             found[str(tokens)] |= _reads(place, mapping, tokens, plan.repeats)
         read, mapped = (_pulled(mapping)[name] - before[name] for name in ("bytes", "mapped_bytes"))

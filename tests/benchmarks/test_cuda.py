@@ -133,7 +133,7 @@ def test_reads_that_do_not_take_the_way_that_is_measured_are_none(fake: Servers)
 
 
 def test_servers_on_a_gpu_decode_with_graphs() -> None:
-    command = [*pair._command("pd_connector", "kv_consumer", Side(), 1), *servers.GPU_MODEL.words]
+    command = [*pair._command("kv_consumer", Side(), pair.HOST, 1), *servers.GPU_MODEL.words]
     assert command.index("--enforce-eager") < command.index("--no-enforce-eager")
     assert tuple(command[-3:]) == servers.CUDA_GRAPHS
 

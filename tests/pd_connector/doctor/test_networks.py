@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.hosts import THIS_MACHINE
 from tests.support.connector.doctors import NONE, Doctors, Visit
 from tests.support.e2e.forwarder import Forwarder
-from tests.support.e2e.hosts import THIS_MACHINE, Hosts, why_not
+from tests.support.e2e.hosts import Hosts, why_not
 from tests.support.waiting import until
 from transfer.peers import parse_address
 
