@@ -81,9 +81,16 @@ def test_what_lacked_states_is_said_by_how_it_ended_and_remembered_nowhere(pulle
     assert not pulls.take_report()
 
 
-def test_no_request_waits_for_the_second_part_of_a_pull_whose_end_is_reported_once(site: Site) -> None:
+@pytest.fixture
+def pulls(site: Site) -> Iterator[Pulls]:
     (worker,) = site.decode()
-    pulls = site.add(Pulls(worker.context(), 600.0))
+    pulls = Pulls(worker.context(), 600.0)
+    yield pulls
+    pulls.close()
+    pulls.join()
+
+
+def test_no_request_waits_for_the_second_part_of_a_pull_whose_end_is_reported_once(pulls: Pulls, site: Site) -> None:
     prefill = site.prefill()
     first = replace(an_order("r", prefill.prefill("r", THEIRS), OURS), parts=2)
     second = replace(first, request_id="b", pull_id="b", first_token=first.end_token, part=1)
@@ -104,9 +111,7 @@ def test_no_request_waits_for_the_second_part_of_a_pull_whose_end_is_reported_on
     assert not pulls.abandoned()
 
 
-def test_the_second_part_is_lost_when_its_engine_goes_to_sleep(site: Site) -> None:
-    (worker,) = site.decode()
-    pulls = site.add(Pulls(worker.context(), 600.0))
+def test_the_second_part_is_lost_when_its_engine_goes_to_sleep(pulls: Pulls, site: Site) -> None:
     order = replace(an_order("b", site.prefill().prefill("r", THEIRS), OURS, first=69), part=1, parts=2)
     pulls.execute(Orders(borders=(order,)))
     pulls.close()

@@ -33,6 +33,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from pd_connector.engine_limits import EngineLimits
 from pd_connector.orders import PullOrder, Report, WorkerHandshake
+from pd_connector.scheduler.decode.consumer import Consumer
 from pd_connector.scheduler.decode.renewals import Renewals
 from pd_connector.scheduler.host.tier import HostTier
 from pd_connector.scheduler.prefill.producer import Producer
@@ -291,13 +292,14 @@ class EngineSim:
 
     @property
     def pulling(self) -> bool:
-        """Whether vLLM keeps blocks for a request whose pull goes on, or that has not run since its pull has ended."""
+        """Whether blocks are kept for a pull that goes on, or whose end vLLM's scheduler has not been told yet."""
         has_arrived = (
             request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
             or (request.status is RequestStatus.WAITING and request.num_computed_tokens > 0)
             for _, request in self.requests.values()
         )
-        return any(has_arrived) or self.worker.is_busy
+        consumer = self.role_of(Consumer)
+        return any(has_arrived) or self.worker.is_busy or bool(consumer and consumer.wants_step)
 
     @property
     def blocks_in_use(self) -> int:
@@ -317,9 +319,8 @@ class EngineSim:
     @property
     def state(self) -> str:
         waiting = [request.request_id for _, request in self.requests.values()]
-        free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-        pulls, landings = len(self.worker.pulls), len(self.worker.landings)
-        return f"{free} blocks free, {pulls} pulls, {landings} landings, waiting: {waiting}"
+        used, pulls, landings = self.blocks_in_use, len(self.worker.pulls), len(self.worker.landings)
+        return f"{used} blocks in use, {pulls} pulls, {landings} landings, waiting: {waiting}"
 
     def role_of(self, kind: type[SchedulerRole]) -> Any:
         return next((role for role in self.side._roles if isinstance(role, kind)), None)
