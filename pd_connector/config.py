@@ -10,11 +10,13 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from pd_connector.engine_limits import ENGINE_LIMITS
 from pd_connector.old_settings import OLD_SETTINGS
 from pd_connector.recipe_keys import RecipeKeys
 from transfer.peers import AllowedPeers, listen_address, parse_address
 
 Seconds = Annotated[float, Field(ge=0.1, le=86400, allow_inf_nan=False)]
+LeaseSeconds = Annotated[float, Field(ge=0.1, le=ENGINE_LIMITS.max_lease_age_s, allow_inf_nan=False)]
 M = TypeVar("M", bound=BaseModel)
 Port = Annotated[int, Field(ge=0, le=65535)]
 HostTransfers = Literal["off", "auto", "always"]
@@ -100,12 +102,12 @@ class ConnectorConfig(BaseModel):
         description="Keep all layers of a block together where the attention backend allows it, so that a block "
         "is one transfer.",
     )
-    lease_ttl_s: Seconds = Field(
+    lease_ttl_s: LeaseSeconds = Field(
         default=30.0,
         description="How long a prefill engine keeps a finished prompt's blocks after a decode engine's last "
         "message about it.",
     )
-    claim_timeout_s: Seconds = Field(
+    claim_timeout_s: LeaseSeconds = Field(
         default=120.0,
         description="How long a prefill engine keeps a finished prompt's blocks before a decode engine's first "
         "message about it; lease_ttl_s, if that is longer.",
@@ -211,6 +213,14 @@ class ConnectorConfig(BaseModel):
                 f"pool = {self.pool!r}: cpu_bytes_to_use is 0, and blocks come to a pool, and from there, by way of "
                 "host memory; set cpu_bytes_to_use, or leave pool out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_peers_are_allowed(self) -> Self:
+        allowed = AllowedPeers(self.allowed_peers)
+        for peer in self.peers or ():
+            if peer != READERS and allowed.excludes(parse_address(peer).host):
+                raise ValueError(f"peers: {peer!r} is none of allowed_peers, {self.allowed_peers}; add it there")
         return self
 
     @field_validator("pool")

@@ -222,6 +222,12 @@ class AllowedPeers:
         """Return whether ``host`` itself is a rule, so that any address it has is allowed."""
         return _normalized(host) in self._names
 
+    def excludes(self, host: str) -> bool:
+        """Return whether ``host`` is an IP address that no rule allows, whatever addresses names have."""
+        if self._rules is None or self._names or parse_ip(host) is None:
+            return False
+        return not self._in_networks(_address(host))
+
     def needs_lookup(self, ip: str) -> bool:
         """Return whether ``check`` of this address must look up names, which may take seconds."""
         address = _address(ip)

@@ -67,7 +67,7 @@ class ExternalLoads(SchedulerRole):
         self._blocks = blocks
         self._block_tokens = block_tokens
         self._requests: dict[str, Request] = {}
-        self._there: dict[str, int] = {}  # tokens of a request that its next step need not load or compute
+        self._there: dict[str, int] = {}  # tokens that the device holds of a request which begins, or begins anew
         self._given: list[str] = []  # requests that vLLM has given blocks since the last step
         #: What steps load that may be under way, oldest first: blocks by request.
         self._loads: deque[dict[str, frozenset[int]]] = deque(maxlen=steps_in_flight)
@@ -110,11 +110,10 @@ class ExternalLoads(SchedulerRole):
         given, self._given = self._given, []
         loads: dict[str, frozenset[int]] = {}
         for request in (self._requests[each] for each in given if each in self._requests):
-            request_id, there = request.request_id, self._there.get(request.request_id, 0)
-            if request_id not in scheduled:  # it runs when what it waits for has arrived
-                self._there[request_id] = max(there, request.num_computed_tokens)
-            elif request.num_computed_tokens > there:
-                loads[request_id] = self._from_token(request, there)
+            # vLLM also gives blocks to one that goes on: what it had waited for is there, or a session's next chunk.
+            there = self._there.pop(request.request_id, request.num_computed_tokens)
+            if request.request_id in scheduled and request.num_computed_tokens > there:
+                loads[request.request_id] = self._from_token(request, there)
         if scheduled and (loads or self._loads):
             self._loads.append(loads)
         if any(self._loads):

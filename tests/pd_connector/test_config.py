@@ -260,6 +260,8 @@ def test_a_wrong_number_of_tuning_is_refused_by_its_dotted_name(key: str, value:
     ("key", "value", "rule"),
     [
         ("lease_ttl_s", 0, "greater than or equal to 0.1"),
+        ("lease_ttl_s", 601, "less than or equal to 600"),
+        ("claim_timeout_s", 601, "less than or equal to 600"),
         ("port", 65536, "less than or equal to 65535"),
         ("tuning", {"max_descriptors_in_flight": 65537}, "less than or equal to 65536"),
         ("tuning", {"byte_cost_ns": -1}, r"tuning.byte_cost_ns = -1: .* \(Cost of a byte, in nanoseconds, by"),
@@ -279,6 +281,17 @@ def test_the_refusal_of_a_value_names_the_rule(key: str, value: Any, rule: str) 
 def test_an_unknown_key_is_refused_with_the_nearest_valid_one(key: str, nearest: str) -> None:
     with pytest.raises(ConfigError, match=f"unknown key '{key}', did you mean '{nearest}'"):
         parse_config({key: 1})
+
+
+@pytest.mark.parametrize("rule", ["10.0.0.0/8", "fd00::1"])
+def test_a_peer_that_cannot_be_contacted_is_refused(rule: str) -> None:
+    with pytest.raises(ConfigError, match=rf"peers: '192.168.0.2:17001' is none of allowed_peers, \['{rule}'\]"):
+        parse_config({"peers": ["readers", "192.168.0.2:17001"], "allowed_peers": [rule]})
+
+
+@pytest.mark.parametrize("rules", [["192.168.0.0/24"], ["10.0.0.1", "prefill"], None])
+def test_a_peer_that_may_have_an_allowed_address_is_taken(rules: list[str] | None) -> None:
+    parse_config({"peers": ["192.168.0.2:17001", "name:17001"], "allowed_peers": rules})
 
 
 def test_an_unknown_number_of_tuning_is_refused_with_the_nearest_valid_one() -> None:

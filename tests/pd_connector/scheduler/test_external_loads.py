@@ -193,3 +193,19 @@ def test_a_request_that_is_preempted_before_its_load_has_failed_leaves_nothing(s
     engine.run()
     assert engine.misread == misread
     assert engine.answers["second"]
+
+
+def test_what_a_session_has_computed_is_not_taken_for_a_load_when_its_next_tokens_come(
+    start_prefill: StartPrefill,
+) -> None:
+    """Nobody is asked what there is of these, and its blocks are found after it has left at once."""
+    engine = start_prefill(with_sibling=True)
+    engine.go_on("session", PROMPT)
+    for _ in range(2 + len(PROMPT) // CHUNK_TOKENS):
+        engine.step()
+    engine.go_on("session", a_prompt(8, 1))
+    engine.step()
+    engine.abort("session")
+    engine.ask("other", PROMPT, "t")
+    engine.schedule()
+    assert engine.state("t") == (COMPUTING, 0, len(PROMPT) // PAGE_TOKENS * PAGE_TOKENS)

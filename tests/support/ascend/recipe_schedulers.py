@@ -138,7 +138,7 @@ def _with_settings(config: Any, step_tokens: int) -> Any:
     ours.cache_config, ours.scheduler_config = copy.copy(config.cache_config), copy.copy(config.scheduler_config)
     ours.scheduler_config.max_num_batched_tokens = step_tokens
     ours.scheduler_config.max_num_scheduled_tokens = step_tokens
-    settings = {"host": "127.0.0.1", "port": free_port(), "canary": "off", "model_check": "off", "lease_ttl_s": 3600}
+    settings = {"host": "127.0.0.1", "port": free_port(), "canary": "off", "model_check": "off", "lease_ttl_s": 600}
     ours.kv_transfer_config = replace(
         given, kv_connector_extra_config=given.kv_connector_extra_config | settings, kv_load_failure_policy="fail"
     )

@@ -210,6 +210,11 @@ class NamedPrefill:
         self.scheduler.add_request(request)
         return request
 
+    def go_on(self, session: str, tokens: list[int]) -> None:
+        """More tokens of a streaming session arrive, which begins with the first."""
+        sampling = SamplingParams(max_tokens=1, ignore_eos=True)
+        self.scheduler.add_request(Request(session, list(tokens), sampling, None, block_hasher=_hasher, resumable=True))
+
     def abort(self, name: str) -> None:
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
         self.check()
