@@ -1,4 +1,8 @@
-"""How fast this engine computes prompts, as its answers show: the measure of what is worth waiting for."""
+"""How fast this engine computes prompts, as its answers show: the measure of what is worth waiting for.
+
+A request that looks for its prefix elsewhere, at peers and in the pool, waits no longer than computing what it lacks
+takes, in sum. Only what the search delays counts: while vLLM would not take a request up in any case, it may go on.
+"""
 
 import math
 import time
@@ -45,6 +49,20 @@ class ComputeRate(SchedulerRole):
         self._scheduled = 0  # tokens, in all
         self._prompts: dict[str, _Prompt] = {}  # by request
         self._computing: dict[str, Request] = {}  # requests without a first token, by id
+        self._left_s: dict[str, float] = {}  # for which a request may wait for a prefix, by request
+        self._searching: set[str] = set()  # those of them that vLLM would have taken up in this step
+        self._searched: set[str] = set()  # and in the last one
+        self._stepped_at = 0.0
+
+    def must_wait(self, request: "Request", computed_tokens: int) -> bool:
+        """Note that only the roles behind this one keep vLLM from taking a request up, if anything does."""
+        self.delays(request.request_id)
+        return False
+
+    def delays(self, request_id: str) -> None:
+        """Note that a request is looked for elsewhere in a step in which vLLM would take it up."""
+        if request_id in self._left_s:
+            self._searching.add(request_id)
 
     def allocated(self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int) -> int:
         """Bring nothing."""
@@ -58,6 +76,10 @@ class ComputeRate(SchedulerRole):
             self.answered(request_id)
             del self._computing[request_id]
         self.step(scheduled)
+        now = self._clock()
+        for request_id in self._searched & self._left_s.keys():
+            self._left_s[request_id] -= now - self._stepped_at
+        self._searched, self._searching, self._stepped_at = self._searching, set(), now
         return Orders()
 
     def finish(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> None:
@@ -65,6 +87,7 @@ class ComputeRate(SchedulerRole):
         if self._computing.pop(request.request_id, None) is not None and request.num_output_tokens:
             self.answered(request.request_id)
         self.forget(request.request_id)  # one that was preempted is computed again behind its first token
+        self._left_s.pop(request.request_id, None)
 
     def step(self, scheduled: Mapping[str, int]) -> None:
         """Note that a step is scheduled that computes so many tokens of each request."""
@@ -98,6 +121,16 @@ class ComputeRate(SchedulerRole):
     def least_tokens(self) -> int:
         """How many tokens must be missing to be looked for elsewhere: 128, or fewer that take 20 ms to compute."""
         return math.ceil(min(_WORTH_S * self._per_second or math.inf, _WORTH_TOKENS))
+
+    def deadline_of(self, request_id: str, missing_tokens: int) -> float:
+        """Return until when a request may wait for what it lacks of its prefix, with all that it has waited before.
+
+        The less it lacks, the sooner. The step under way counts when it has ended.
+        """
+        left_s = min(self._left_s.get(request_id, math.inf), self.seconds_for(missing_tokens))
+        self._left_s[request_id] = left_s
+        self._searching.add(request_id)
+        return self._clock() + left_s
 
     def seconds_for(self, tokens: int) -> float:
         """Return how long computing ``tokens`` takes, about: between 0.05 and 10 s, and 1 s if that is not known."""

@@ -9,6 +9,7 @@ Everything runs on the scheduler's thread.
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from pd_connector.scheduler.compute_rate import ComputeRate
 from pd_connector.scheduler.scheduler_role import SchedulerRole
 
 if TYPE_CHECKING:
@@ -18,9 +19,10 @@ if TYPE_CHECKING:
 class PassedOver:
     """Owns which request is passed over."""
 
-    def __init__(self, roles: Sequence[SchedulerRole]) -> None:
-        """Take the roles for which requests wait. They may become more."""
+    def __init__(self, roles: Sequence[SchedulerRole], rate: ComputeRate) -> None:
+        """Take the roles for which requests wait, which may become more, and who counts how long they do."""
         self._roles = roles
+        self._rate = rate
         self._request_id = ""
 
     def pass_over(self, request: "Request") -> bool:
@@ -36,4 +38,6 @@ class PassedOver:
         """Return whether nothing was looked up for a request, once: some schedulers look up in other ways, too."""
         was = bool(request.request_id == self._request_id)
         self._request_id = ""
+        if was:
+            self._rate.delays(request.request_id)
         return was

@@ -141,7 +141,8 @@ class ConnectorScheduler:
         self._external = ExternalLoads(self._blocks, block_tokens, steps_in_flight(vllm_config))
         # In the order in which they are asked for tokens. Host memory comes early: what it holds is not pulled.
         self._roles: list[SchedulerRole] = [self._external]
-        self._passed_over = PassedOver(self._roles)
+        self._rate = ComputeRate(clock)
+        self._passed_over = PassedOver(self._roles, self._rate)
         self._canaries = self._make_canaries()
         self._prompts = Prompts(vllm_config, config.model_check)
         self._hashes = BlockHashes(vllm_config)
@@ -153,7 +154,6 @@ class ConnectorScheduler:
             config.lease_ttl_s, clock, limits.max_lease_age_s, on_end, config.claim_timeout_s
         )
         self._admission = self._make_admission(leases)
-        self._rate = ComputeRate(clock)
         self._add_roles(leases, keys)
 
     def _add_roles(self, leases: LeaseTable[Leased], keys: ControlKeys | None) -> None:

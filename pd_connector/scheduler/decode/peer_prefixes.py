@@ -147,7 +147,7 @@ class PeerPrefixes(SchedulerRole):
         self._pulling: dict[str, _Pulling] = {}  # by the id of the pull
         self._waiting: dict[str, _Pulling] = {}  # for the same, by request
         self._to_prove: dict[str, tuple[RemotePrefill, int]] = {}  # by request: an untried peer, and tokens held here
-        self._queue: PrefixQueue[_Asking | _Pulling] = PrefixQueue(_MAX_UNDER_WAY, rate, clock)
+        self._queue: PrefixQueue[_Asking | _Pulling] = PrefixQueue(_MAX_UNDER_WAY, clock)
         self._reader: dict[str, Address | None] = {}  # who has read the beginning of a prompt here, by request
         self._unanswered: LastFew[Address, Future[Found]] = LastFew(_MOST_KNOWN)  # for which nobody waits any more
         self._silent_until: LastFew[Address, float] = LastFew(_MOST_KNOWN)
@@ -265,20 +265,18 @@ class PeerPrefixes(SchedulerRole):
         if is_little or is_decode_leg(params) or computes_whole_prompt(request):
             return False
         peers = self._peers_for(request)
-        if not peers:
+        in_host = self._held_in_host(request, computed_tokens) if peers else 0
+        # What host memory holds is pulled, too: no more than is gained.
+        least = computed_tokens + in_host + max(in_host, self._rate.least_tokens)
+        if not peers or least >= request.num_prompt_tokens:
             self._queue.asked.add(request.request_id)
             return False
         key = bytes(request.block_hashes[number])
+        give_up_at = self._rate.deadline_of(request.request_id, missing - in_host)
         same = self._queue.get(key, request.request_id)
-        if same is not None or self._queue.is_full:
-            return self._queue.wait(request.request_id, missing, same)
+        if same is not None or self._queue.is_full or self._clock() >= give_up_at:
+            return self._queue.wait(request.request_id, give_up_at, same)
         self._queue.asked.add(request.request_id)
-        in_host = self._held_in_host(request, computed_tokens)
-        # What host memory holds is pulled, too: no more than is gained.
-        least = computed_tokens + in_host + max(in_host, self._rate.least_tokens)
-        if least >= request.num_prompt_tokens:
-            return False
-        give_up_at = self._clock() + self._rate.seconds_for(missing - in_host)
         asking = _Asking(request, computed_tokens, computed_tokens + in_host, least, key, give_up_at, {})
         for peer in peers:
             self._ask(asking, peer, self._peer_hash_tokens.get(peer, own_tokens))

@@ -53,7 +53,8 @@ logger = logging.getLogger(__name__)
 #: A look-up that takes longer says that something is wrong with the pool.
 _SLOW_S, _LOOKUP_S = 0.5, 2.0
 _MAX_UNDER_WAY = 4  # requests that wait for the pool: a rank fetches for one after the other
-#: How long after its request has given up a look-up, or a fetch, is overdue: until it ends, all go on without the pool.
+#: How long after a look-up, or a fetch, was not worth it any more it is overdue: until it ends, all go on without the
+#: pool.
 _OVERDUE_S = 0.05
 #: After a fetch is late, so that what has come meanwhile is found by others.
 _GRACE_S = 2.0
@@ -69,7 +70,8 @@ class _Asking:
     keys: Mapping[int, BlockKeys]  # of its blocks, by cache group
     key: "BlockHashWithGroupId"  # of the first block that is missing
     began_at: float
-    give_up_at: float
+    takes_s: float  # at most, to be worth it
+    give_up_at: float  # sooner if its request has waited before, for peers or for others
     answer: Future[int]  # tokens from the beginning that the pool seems to hold
 
 
@@ -145,7 +147,7 @@ class SharedPool(SchedulerRole):
         self._fetches: dict[int, _Fetch] = {}  # one after the other, too
         self._fetch_due_at = math.inf  # that of the first of them
         self._waiting: dict[str, _Fetch] = {}  # for one of them, by request
-        self._queue: PrefixQueue[_Asking | _Fetch] = PrefixQueue(_MAX_UNDER_WAY, rate, clock)
+        self._queue: PrefixQueue[_Asking | _Fetch] = PrefixQueue(_MAX_UNDER_WAY, clock)
         self._to_put = PutQueue(tier)
         self._puts: dict[int, _Put] = {}
         self._known: LastFew[BlockHashWithGroupId, None] = LastFew(_MAX_KNOWN)  # in the pool, as far as known
@@ -270,24 +272,27 @@ class SharedPool(SchedulerRole):
         worth_it = self._rate.least_tokens
         if missing < worth_it or is_decode_leg(request.kv_transfer_params) or computes_whole_prompt(request):
             return False
-        if self._queue.is_full:
-            return self._waits_behind(request_id, missing)
         hit = self._host.find(request, computed_tokens)
         held = computed_tokens + (hit.tokens if hit is not None else 0)
         first = self._first_missing(request, held)
-        if first is not None and (same := self._queue.get(first, request_id)) is not None:
-            return self._waits_behind(request_id, missing, same)
-        self._queue.asked.add(request_id)
         ends = range((request.num_prompt_tokens - 1) // self._unit * self._unit, held + worth_it - 1, -self._unit)
         if first is None or not ends:
+            self._queue.asked.add(request_id)
             return False
+        missing = request.num_prompt_tokens - 1 - held
+        give_up_at = self._rate.deadline_of(request_id, missing)
+        same = self._queue.get(first, request_id)
+        if same is not None or self._queue.is_full or now >= give_up_at:
+            is_waiting = self._queue.wait(request_id, give_up_at, same)
+            self.counts["pool_prompts", "late"] += not is_waiting
+            return is_waiting
+        self._queue.asked.add(request_id)
         keys = {group: self._host.keys_of(request, group) for group in self._host.groups}
         kept = {group: self._groups[group] for group in keys}
         whole = [group for group, of in kept.items() if not (of.window or of.chunk or of.states)]
         look = partial(longest_prefix, self._forms, self._space(), keys, self._host.block_tokens, ends, held, whole)
         asking = _Asking(
-            request, computed_tokens, held, keys, first, now,
-            now + self._rate.seconds_for(request.num_prompt_tokens - 1 - held),
+            request, computed_tokens, held, keys, first, now, self._rate.seconds_for(missing), give_up_at,
             self._lookups.submit(look, _LOOKUP_S),
         )  # fmt: skip
         self._asking[request_id] = asking
@@ -295,11 +300,6 @@ class SharedPool(SchedulerRole):
         self._queue.begin(asking)
         self.counts["pool_prompts", "asked"] += 1
         return True
-
-    def _waits_behind(self, request_id: str, missing: int, behind: _Asking | _Fetch | None = None) -> bool:
-        is_waiting = self._queue.wait(request_id, missing, behind)
-        self.counts["pool_prompts", "late"] += not is_waiting
-        return is_waiting
 
     def _first_missing(self, request: "Request", tokens: int) -> "BlockHashWithGroupId | None":
         """Return the key of the block behind so many tokens, in the first cache group that has one."""
@@ -348,7 +348,8 @@ class SharedPool(SchedulerRole):
         now = self._clock()
         while self._looking and self._looking[0].answer.done():
             self._looking.popleft()
-        look_up_due_at = self._looking[0].give_up_at + _OVERDUE_S if self._looking else math.inf
+        first = self._looking[0] if self._looking else None
+        look_up_due_at = math.inf if first is None else first.began_at + first.takes_s + _OVERDUE_S
         return now < self._closed_until or now >= min(look_up_due_at, self._fetch_due_at)
 
     def _close_for_a_while(self) -> None:
@@ -375,14 +376,15 @@ class SharedPool(SchedulerRole):
             self.counts["pool_prompts", "full" if entries else "nothing"] += 1
             return False
         takes_s = self._rate.seconds_for(end - asking.least)
+        give_up_at = self._rate.deadline_of(request.request_id, end - asking.least)
         fetch = _Fetch(
-            request, asking.first, asking.least, asking.key, self._clock() + takes_s, takes_s, tuple(entries),
-            tuple(keys), hosts, before, PoolEnds(0),
+            request, asking.first, asking.least, asking.key, give_up_at, takes_s, tuple(entries), tuple(keys), hosts,
+            before, PoolEnds(0),
         )  # fmt: skip
         order = self._order(keys, hosts, takes_s + _GRACE_S)
         self._orders += Orders(fetches=(order,))
         if not self._fetches:
-            self._fetch_due_at = fetch.give_up_at + _OVERDUE_S
+            self._fetch_due_at = self._clock() + takes_s + _OVERDUE_S
         self._fetches[order.pool_id] = self._waiting[request.request_id] = fetch
         self._queue.begin(fetch)
         return True

@@ -10,7 +10,6 @@ from unittest.mock import MagicMock, patch
 
 import pytest
 
-from pd_connector.scheduler.compute_rate import ComputeRate
 from pd_connector.scheduler.decode.peer_prefixes import PeerPrefixes
 from pd_connector.scheduler.host.shared_pool import SharedPool
 from pd_connector.scheduler.prefix_queue import PrefixQueue
@@ -213,25 +212,25 @@ def test_nobody_waits_behind_a_pull_that_is_late(world: World) -> None:
 
 def test_behind_what_is_late_nobody_waits_any_more_and_who_comes_then_looks_himself(world: World) -> None:
     """VLLM may leave the request aside for which it was begun."""
-    queue: PrefixQueue[Begun] = PrefixQueue(16, ComputeRate(world.clock), world.clock)
+    queue: PrefixQueue[Begun] = PrefixQueue(16, world.clock)
     late = Begun(b"a block", world.clock.now + 0.5)
     queue.begin(late)
     assert queue.get(late.key, "waits") is late
-    assert queue.wait("waits", TURN, late)
+    assert queue.wait("waits", world.clock.now + 1.0, late)
     world.clock.advance(0.6)
     assert not queue.is_waiting("waits")
     assert queue.get(late.key, "comes") is None
     assert queue.get(late.key, "waits") is late
-    assert not queue.wait("waits", TURN, late)
+    assert not queue.wait("waits", world.clock.now + 1.0, late)
     assert queue.asked == {"waits"}
     queue.check_integrity((), [late])
 
 
 def test_who_was_asked_for_waits_behind_nobody(world: World) -> None:
-    queue: PrefixQueue[Begun] = PrefixQueue(1, ComputeRate(world.clock), world.clock)
+    queue: PrefixQueue[Begun] = PrefixQueue(1, world.clock)
     first, next_one = (Begun(key, world.clock.now + 5.0) for key in (b"a block", b"another"))
     queue.begin(first)
-    assert queue.wait("waits", TURN)
+    assert queue.wait("waits", world.clock.now + 1.0)
     assert queue.is_waiting("waits")
     queue.end(first)
     assert not queue.is_waiting("waits")
