@@ -1,5 +1,8 @@
 """How long a prompt takes to compute, judged by the prompts that this engine has computed."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from pd_connector.scheduler.compute_rate import ComputeRate
@@ -93,3 +96,55 @@ def test_short_prompts_and_those_that_have_left_say_nothing_and_there_are_limits
     assert rate.seconds_for(2000) == pytest.approx(2.0)
     assert rate.seconds_for(1) == 0.05
     assert rate.seconds_for(10**6) == 10.0
+
+
+class TestSearching:
+    """How long a request may wait for what others hold of its prompt. Computing 1000 tokens takes a second."""
+
+    @pytest.fixture(autouse=True)
+    def pace(self, rate: ComputeRate) -> None:
+        rate._per_second = 1000.0
+        rate.step_orders({})
+
+    def left(self, rate: ComputeRate, clock: ManualClock, missing_tokens: int) -> float:
+        return rate.deadline_of("r", missing_tokens) - clock.now
+
+    def ask(self, rate: ComputeRate) -> None:
+        """VLLM asks about the request, for which no role before has it wait."""
+        request: Any = SimpleNamespace(request_id="r")
+        assert not rate.must_wait(request, 0)
+
+    def test_what_it_has_waited_in_steps_is_gone(self, rate: ComputeRate, clock: ManualClock) -> None:
+        assert self.left(rate, clock, 2000) == pytest.approx(2.0)
+        for _ in range(3):
+            rate.step_orders({})
+            clock.advance(0.4)
+            self.ask(rate)
+        rate.step_orders({})
+        assert self.left(rate, clock, 2000) == pytest.approx(2.0 - 3 * 0.4)
+
+    def test_steps_in_which_it_is_not_asked_about_are_none_of_it(self, rate: ComputeRate, clock: ManualClock) -> None:
+        self.left(rate, clock, 2000)
+        for asks in (False, False, True, False):
+            rate.step_orders({})
+            clock.advance(0.4)
+            if asks:
+                self.ask(rate)
+        rate.step_orders({})
+        clock.advance(0.4)
+        rate.step_orders({})
+        assert self.left(rate, clock, 2000) == pytest.approx(2.0 - 2 * 0.4), "those behind the first and the fourth"
+
+    def test_the_less_it_lacks_the_less_it_waits(self, rate: ComputeRate, clock: ManualClock) -> None:
+        assert [self.left(rate, clock, tokens) for tokens in (2000, 500, 1500)] == pytest.approx([2.0, 0.5, 0.5])
+
+    def test_one_that_waits_for_nothing_here_is_not_remembered(self, rate: ComputeRate, clock: ManualClock) -> None:
+        self.ask(rate)
+        assert not rate._searching
+        self.left(rate, clock, 2000)
+        request: Any = SimpleNamespace(request_id="r", num_output_tokens=0)
+        rate.finish(request, ())
+        for _ in range(2):
+            rate.step_orders({})
+        assert not rate._left_s
+        assert not rate._searched

@@ -1,4 +1,4 @@
-"""A prompt that is looked for at peers and in the pool waits for both together no longer than computing it would take."""
+"""A prompt that is looked for at peers and in the pool waits for both together no longer than computing it takes."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -120,6 +120,7 @@ def answers_late(world: World, holder: EngineSim, engine: EngineSim) -> None:
 
 
 def slow_to_pull(world: World, holder: EngineSim, engine: EngineSim) -> None:
+    answer_late(world, holder, 0.5)
     engine.worker.pull_s = 8.0
 
 
@@ -232,21 +233,34 @@ def test_while_vllm_would_not_take_a_request_up_the_search_has_its_time_left(wor
     settle(world, holder, engine)
 
 
-def test_the_pool_is_not_overdue_because_peers_have_left_it_no_time(world: World) -> None:
+@pytest.mark.parametrize("stage", ["looked up", "fetched"])
+def test_the_pool_is_not_overdue_because_peers_have_left_it_no_time(world: World, stage: str) -> None:
     """Then others would go on without it."""
     holder = a_holder(world)
     fill_pool(world, FIRST)
     engine = an_engine(world, holder)
     answer_late(world, holder, 0.8)
+    if stage == "looked up":
+        look_up_late(world, engine, 0.6)
     engine.pooled.copy_s = 0.6
     delays(world, engine, ClientRequest("late", [*FIRST, 1], 1))
     pool = engine.role_of(SharedPool)
-    while pool._fetches:
+    assert pool._looking if stage == "looked up" else pool._fetches
+    while pool._fetches or pool._looking:
         assert not pool._rests()
         go_on(world, engine)
     engine.side.update_stats()
     assert engine.counts["pool_prompts: late"] == 1
     settle(world, holder, engine)
+
+
+def test_without_time_left_nobody_is_asked(world: World) -> None:
+    holder = a_holder(world)
+    engine = an_engine(world, holder)
+    engine.side._rate._left_s["r-d"] = 0.0
+    assert delays(world, engine, ClientRequest("r", FIRST, 1))["r"] <= 2 * STEP_S
+    engine.side.update_stats()
+    assert not engine.counts["prefixes: asked"] + engine.counts["pool_prompts: asked"]
 
 
 @pytest.mark.parametrize("stage", ["asked", "pulled", "looked up", "fetched", "behind"])

@@ -147,6 +147,7 @@ class PrefixMachine(RuleBasedStateMachine):
                 self.world.step()
         for engine in self.engines.values():
             assert engine.leases == engine.blocks_in_use == engine.slots_in_use == 0, engine.state
+            assert not engine.side._rate._left_s, "who has left is still looked for"
         self.world.close()
         assert ended <= {"finished", "aborted", "failed"}
 
