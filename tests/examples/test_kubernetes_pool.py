@@ -12,7 +12,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from pd_connector.config import parse_config
-from tests.support.examples.manifests import DIRECTORY, Manifest, pool_manifests, selects
+from tests.support.examples.manifests import DIRECTORY, Manifest, build_with, pool_manifests, selects
 
 MASTER, SERVICE, CLIENT = pool_manifests()
 README = (DIRECTORY / "README.md").read_text()
@@ -83,13 +83,8 @@ def test_the_settings_name_the_nodes_client() -> None:
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl, without a cluster")
 def test_with_the_component_engines_are_in_the_network_namespace_of_their_client(tmp_path: Path) -> None:
-    directory = tmp_path / "kubernetes"
-    shutil.copytree(DIRECTORY, directory)
-    (directory / "secret").write_text("a secret of 31 printable bytes.")
-    with (directory / "kustomization.yaml").open("a") as file:
-        file.write("components: [pool]\n")
-    built = subprocess.run(["kubectl", "kustomize", directory], capture_output=True, text=True, timeout=60, check=True)
-    found: list[Any] = list(yaml.safe_load_all(built.stdout))
+    built = build_with("pool", tmp_path)
+    found: list[Any] = list(yaml.safe_load_all(built))
     on_host = {
         one["metadata"]["name"]: pod(one).get("dnsPolicy")
         for one in found
@@ -97,6 +92,6 @@ def test_with_the_component_engines_are_in_the_network_namespace_of_their_client
     }
     # With another policy, they cannot look up a Service.
     assert on_host == dict.fromkeys(("pd-prefill", "pd-decode", "pd-pool-client"), "ClusterFirstWithHostNet")
-    assert built.stdout.count("image: registry.example.com/mooncake:0.3.13.post1\n") == 2
+    assert built.count("image: registry.example.com/mooncake:0.3.13.post1\n") == 2
     for manifest in found:
         kubernetes_validate.validate(manifest, "1.25", strict=True)

@@ -1,9 +1,12 @@
 """The manifests of examples/kubernetes, and the questions that tests ask of them."""
 
 import json
+import shutil
+import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
@@ -35,6 +38,23 @@ def named(kind: str, name: str) -> Manifest:
 def pool_manifests() -> list[Manifest]:
     """Those of the component that is a pool."""
     return list(yaml.safe_load_all((DIRECTORY / "pool" / "pool.yaml").read_text()))
+
+
+def prefixes_policy() -> Manifest:
+    """That of the component with which P finds prefixes at D."""
+    found: Manifest = yaml.safe_load((DIRECTORY / "prefixes" / "network-policy.yaml").read_text())
+    return found
+
+
+def build_with(components: str, directory: Path) -> str:
+    """What kubectl makes of the kustomization with ``components``, in an empty ``directory``."""
+    copied = shutil.copytree(DIRECTORY, directory / "kubernetes")
+    (copied / "secret").write_text("a secret of 31 printable bytes.")
+    with (copied / "kustomization.yaml").open("a") as file:
+        file.write(f"components: [{components}]\n")
+    return subprocess.run(
+        ["kubectl", "kustomize", copied], capture_output=True, text=True, timeout=60, check=True
+    ).stdout
 
 
 def kustomization() -> Manifest:
@@ -118,12 +138,14 @@ def selects(selector: Labels, labels: Labels) -> bool:
     return selector.items() <= labels.items()
 
 
-def may_connect(source: Labels | None, target: Labels, port: int) -> bool:
+def may_connect(source: Labels | None, target: Labels, port: int, *more: Manifest) -> bool:
     """Whether the network policies let pods with the labels ``source`` (None: any others) connect to ``target``.
+
+    ``more``: policies of components.
 
     For policies of the form that is used here: TCP, ingress, peers by labels in the same namespace.
     """
-    policies = [one["spec"] for one in manifests("NetworkPolicy")]
+    policies = [one["spec"] for one in (*manifests("NetworkPolicy"), *more)]
     policies = [one for one in policies if selects(one["podSelector"]["matchLabels"], target)]
     if not policies:
         return True
