@@ -61,7 +61,7 @@ class PrefixQueue(Generic[_Work]):
             del self._begun[work.key]
 
     def wait(self, request_id: str, until: float, behind: _Work | None = None) -> bool:
-        """Have a request wait ``until`` then as long as it is worth it; return whether it is."""
+        """Have a request wait, but not beyond ``until``; return whether that is worth it."""
         now = self._clock()
         self._waits[request_id] = until, behind
         if now < until and (behind is None or now < behind.give_up_at):

@@ -53,8 +53,7 @@ logger = logging.getLogger(__name__)
 #: A look-up that takes longer says that something is wrong with the pool.
 _SLOW_S, _LOOKUP_S = 0.5, 2.0
 _MAX_UNDER_WAY = 4  # requests that wait for the pool: a rank fetches for one after the other
-#: How long after a look-up, or a fetch, was not worth it any more it is overdue: until it ends, all go on without the
-#: pool.
+#: So long after computing would have been faster, a look-up or a fetch is overdue: until it ends, all go on without.
 _OVERDUE_S = 0.05
 #: After a fetch is late, so that what has come meanwhile is found by others.
 _GRACE_S = 2.0
