@@ -214,6 +214,19 @@ def test_after_peers_have_brought_a_part_the_pool_has_no_longer_than_the_rest_ta
     settle(world, holder, engine)
 
 
+def test_what_host_memory_holds_is_none_of_what_peers_are_waited_for(world: World) -> None:
+    holder = a_holder(world)
+    engine = an_engine(world, holder)
+    compute(world, engine, FIRST)
+    for _ in range(10):
+        world.step()
+    engine.scheduler.kv_cache_manager.block_pool.reset_prefix_cache()
+    holder.is_cut = True
+    waited = delays(world, engine, ClientRequest("r", [*FIRST, *prompt(2)], 1))
+    assert 0.9 < waited["r"] < 1.2, "not two seconds"
+    settle(world, holder, engine)
+
+
 def test_while_vllm_would_not_take_a_request_up_the_search_has_its_time_left(world: World) -> None:
     """It delays nothing then: the pool is looked at, though the peers have had longer than computing takes."""
     holder = a_holder(world)
