@@ -145,11 +145,8 @@ def _leg_urls(leg: Leg, urls: list[str], hosts: list[str], ports: list[int]) -> 
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="pd-proxy",
-        description="Proxy in front of vLLM prefill and decode servers.",
-        allow_abbrev=False,
-    )
+    about = "Proxy in front of vLLM prefill and decode servers."
+    parser = argparse.ArgumentParser("pd-proxy", description=about, allow_abbrev=False)
     for leg in Leg:
         _add_servers(parser, leg)
     parser.add_argument("--host", help="address to listen on; :: for all of IPv6 and IPv4 (default %(default)s)")

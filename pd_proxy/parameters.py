@@ -53,14 +53,9 @@ from pd_proxy.apis import CUT, Api, Body
 _TRANSFER = "kv_transfer_params"
 
 #: What asks a prefill server to keep the KV cache for another engine. Routers agree on these keys.
-REMOTE_DECODE: Body = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
+REMOTE_DECODE: Body = {"do_remote_decode": True, "do_remote_prefill": False} | dict.fromkeys(
+    ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
+)
 
 _REMOVED = frozenset({
     # the number and the end of the output
@@ -107,13 +102,8 @@ def following(transfer_id: str, host: str, port: int) -> Body:
         host: of the prefill server's control channel.
         port: of the same.
     """
-    return {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
-        "transfer_id": transfer_id,
-        "remote_host": host,
-        "remote_port": port,
-    }
+    named = {"transfer_id": transfer_id, "remote_host": host, "remote_port": port}
+    return {"do_remote_prefill": True, "do_remote_decode": False} | named
 
 
 def decode_body(api: Api, body: Body, transfer: Body | None) -> Body:
