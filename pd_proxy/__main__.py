@@ -213,20 +213,6 @@ def _parser() -> argparse.ArgumentParser:
         "(default: the system's, or those that the environment variable SSL_CERT_FILE names)",
     )
     parser.add_argument(
-        "--connect-timeout",
-        type=float,
-        dest="connect_timeout_s",
-        metavar="SECONDS",
-        help="longest wait for a connection to a server (default %(default)g)",
-    )
-    parser.add_argument(
-        "--request-timeout",
-        type=float,
-        dest="request_timeout_s",
-        metavar="SECONDS",
-        help="longest silence of a server, before its answer and inside it (default %(default)g)",
-    )
-    parser.add_argument(
         "--status-page",
         action="store_true",
         help="serve /status, a live page of servers, requests and failures. Whoever reaches the proxy's port can see "
@@ -239,13 +225,12 @@ def _parser() -> argparse.ArgumentParser:
         help="send OpenTelemetry spans of requests and their legs there, as protobuf over HTTP, such as "
         "http://127.0.0.1:4318/v1/traces (default: none)",
     )
-    parser.add_argument(
-        "--shutdown-timeout",
-        type=int,
-        dest="shutdown_timeout_s",
-        metavar="SECONDS",
-        help="how long requests may go on after Ctrl-C or SIGTERM (default %(default)s)",
-    )
+    for name, kind, text in (
+        ("connect", float, "longest wait for a connection to a server (default %(default)g)"),
+        ("request", float, "longest silence of a server, before its answer and inside it (default %(default)g)"),
+        ("shutdown", int, "how long requests may go on after Ctrl-C or SIGTERM (default %(default)s)"),
+    ):
+        parser.add_argument(f"--{name}-timeout", type=kind, dest=f"{name}_timeout_s", metavar="SECONDS", help=text)
     defaults = {one.name: one.default for one in fields(Settings) if one.default is not MISSING}
     key = os.environ.get(_KEY_VARIABLE) or None  # as in vLLM, an empty variable is none
     parser.set_defaults(**defaults | asdict(Server()) | {"relay": [], "api_key": key})
@@ -255,25 +240,11 @@ def _parser() -> argparse.ArgumentParser:
 def _add_servers(parser: argparse.ArgumentParser, leg: Leg) -> None:
     group = parser.add_argument_group(f"{leg} servers")
     group.add_argument(f"--{leg}", action="append", default=[], metavar="URL", help="base URL of a server; repeatable")
-    group.add_argument(
-        f"--{_NAMES[leg]}-hosts",
-        f"--{_NAMES[leg]}-host",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="HOST",
-        help=f"as in vLLM's example proxies, instead of --{leg} (default {_DEFAULT_HOST}, if ports are given)",
-    )
-    group.add_argument(
-        f"--{_NAMES[leg]}-ports",
-        f"--{_NAMES[leg]}-port",
-        nargs="+",
-        action="extend",
-        type=int,
-        default=[],
-        metavar="PORT",
-        help=f"one for each host, in the same order (default {_DEFAULT_PORTS[leg]}, if hosts are given)",
-    )
+    hosts = f"as in vLLM's example proxies, instead of --{leg} (default {_DEFAULT_HOST}, if ports are given)"
+    ports = f"one for each host, in the same order (default {_DEFAULT_PORTS[leg]}, if hosts are given)"
+    for what, kind, text in (("host", str, hosts), ("port", int, ports)):
+        names = f"--{_NAMES[leg]}-{what}s", f"--{_NAMES[leg]}-{what}"
+        group.add_argument(*names, nargs="+", action="extend", type=kind, default=[], metavar=what.upper(), help=text)
 
 
 if __name__ == "__main__":

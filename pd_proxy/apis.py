@@ -95,6 +95,7 @@ class Api:
     undivided: Callable[[Body], str | None] = lambda _: None  # why D serves a request alone, by this API's own rules
     sampling: str = ""  # the member that has the sampling parameters; empty if the body itself has them
     is_chat: bool = False
+    takes_rank: bool = True  # a header may name the data-parallel rank, in all releases
     finish: Callable[[Body], object] = _first_choice  # vLLM's reason why an answer ended; None if it tells none
     figures: Figures = CHAT_DETAILS  # of the prompt, in an answer
     preludes: tuple[bytes, ...] = ()  # events of a stream that tell nothing of what is computed
@@ -150,6 +151,7 @@ RESPONSES = Api(
     "/v1/responses",
     {"max_output_tokens": 1, "temperature": 0.0, "store": False, "background": False} | _TO_ITS_END,
     undivided=_responses,
+    takes_rank=False,  # before vLLM 0.33
     finish=_response_status,
     figures=RESPONSES_DETAILS,
     preludes=(b"response.created", b"response.in_progress"),

@@ -2,6 +2,8 @@
 
 A decode server that gets its leg together with the prefill server's must be told where to ask for the transfer. The
 proxy is not configured with that: the first answer of each prefill server names it, and every later one confirms it.
+Behind one URL may be several engines, each with an address of its own: of vLLM's data-parallel ranks, a request can
+name the one that is to compute it.
 """
 
 import logging
@@ -9,6 +11,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+
+from pd_proxy.servers import Server
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +24,8 @@ _MARK = "remote_attempt"
 _IN_TURN_S = 300.0
 #: For which one control address must be told alone to be that of a single engine.
 _ONE_S = 300.0
+#: How long the number of a server's ranks is believed, and a rank that no server has: vLLM's refusal tells the number.
+_RANKS_S, _NO_RANK = 300.0, 65535
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,26 +39,43 @@ class Address:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-@dataclass(slots=True)
-class _Told:
+@dataclass(slots=True, eq=False)
+class Engine:
+    """Who computes a prefill leg: a data-parallel rank of a server or, without one, whichever engine it chooses."""
+
+    server: Server
+    rank: int | None = None  # that the request names
+    in_flight: int = 0  # prefill legs
+    last_chosen: float = 0.0  # monotonic seconds; breaks ties in turn
     now: Address | None = None  # as last told
     before: set[Address] = field(default_factory=set)  # that have been replaced
     several: bool = False  # one that had been replaced came back
     since: float = 0.0  # when the address was another the last time
+    ranks: "list[Engine]" = field(default_factory=list)  # of the server, if this is the whole of several
+    counted_until: float = 0.0  # monotonic seconds
+
+    @property
+    def address(self) -> Address | None:
+        """The control address; None if it is not known, or not one."""
+        return None if self.several or self.ranks else self.now
+
+    def __str__(self) -> str:
+        return self.server.url if self.rank is None else f"{self.server.url} rank {self.rank}"
 
 
 class ControlAddresses:
-    """The control addresses of all prefill servers, by their URLs.
+    """The control addresses of all prefill servers' engines.
 
-    A server whose answers name several addresses in turn is more than one engine behind one URL, such as the ranks of a
-    data-parallel deployment. It has no address here, because nobody can say which of them will take a request. Where
-    one address alone has been told for a while, it was a server that has restarted, and got a port of before.
+    A server whose answers name several addresses in turn is more than one engine behind one URL, and nobody can say
+    which of them will take a request. If they are vLLM's data-parallel ranks, requests name their rank from then on,
+    and each rank has its address. Others, such as independent servers behind a load balancer, have none here. Where one
+    address alone has been told for a while, it was a server that has restarted, and got a port of before.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """Know none. ``clock`` is a monotonic clock, in seconds."""
         self._clock = clock
-        self._told: dict[str, _Told] = {}
+        self._wholes: dict[str, Engine] = {}  # by URL
         self._cutting: set[str] = set()  # servers that have left the last token of their last prompt to D
         self._doubted: set[str] = set()  # servers whose last answer told nothing
 
@@ -61,44 +84,68 @@ class ControlAddresses:
         """Whether a server leaves the last token of prompts to D, as one does whose model has states."""
         return bool(self._cutting)
 
-    def of(self, url: str) -> Address | None:
-        """Return a server's control address; None if it is not known, or not one."""
-        told = self._told.get(url)
-        return None if told is None or told.several else told.now
+    def of(self, server: Server) -> list[Address]:
+        """Return those addresses of a server that are known: that of its one engine, or of its ranks."""
+        whole = self._whole(server)
+        return [address for each in (whole, *whole.ranks) if (address := each.address)]
 
-    def learn(self, url: str, transfer: dict[str, Any]) -> None:
-        """Note the address in the ``kv_transfer_params`` of a server's answer, and whether the prompt is cut."""
+    def choose(self, server: Server, *, by_rank: bool) -> Engine:
+        """Return who gets the next request to a server. ``by_rank``: the request can name a rank, and gains by it."""
+        whole, now = self._whole(server), self._clock()
+        if not by_rank or not (whole.several or whole.ranks):
+            return whole
+        if now >= whole.counted_until:
+            whole.counted_until = now + _RANKS_S
+            return Engine(server, _NO_RANK)
+        chosen = min(whole.ranks, key=lambda one: (one.in_flight, one.last_chosen), default=whole)
+        chosen.last_chosen = now
+        return chosen
+
+    def count(self, server: Server, number: int) -> Engine:
+        """Note how many ranks a server has, as it says where a request names another; return who gets that request."""
+        whole, number = self._whole(server), number if number > 1 else 0
+        if number != len(whole.ranks):
+            logger.info("prefill server %s has %d data-parallel ranks to choose from", whole, number)
+        whole.ranks = whole.ranks[:number] + [Engine(server, rank) for rank in range(len(whole.ranks), number)]
+        return whole
+
+    def learn(self, engine: Engine, transfer: dict[str, Any]) -> None:
+        """Note the address in the ``kv_transfer_params`` of an engine's answer, and whether the prompt is cut."""
+        url, address = engine.server.url, address_in(transfer)
         (self._cutting.add if transfer.get("prompt_is_cut") is True else self._cutting.discard)(url)
         self._doubted.discard(url)
-        address = address_in(transfer)
         if address is None:
-            self.forget(url)
+            self.forget(engine.server)
             return
-        told = self._told.setdefault(url, _Told())
-        if address == told.now:
-            if self._clock() - told.since >= _ONE_S:
-                told.before.clear()
-                told.several = False
+        if address == engine.now:
+            if self._clock() - engine.since >= _ONE_S:
+                engine.before.clear()
+                engine.several = False
             return
-        told.since = self._clock()
-        if address in told.before and not told.several:
-            told.several = True
-            logger.info("prefill server %s answers from several control addresses: its legs go in turn", url)
-        elif told.now is not None and not told.several:
-            told.before.add(told.now)
-            logger.info("prefill server %s has a new control address, %s", url, address)
-        told.now = address
+        engine.since = self._clock()
+        if address in engine.before and not engine.several:
+            engine.several = True
+            logger.info("prefill server %s answers from several control addresses: its legs go in turn", engine)
+        elif engine.now is not None and not engine.several:
+            engine.before.add(engine.now)
+            logger.info("prefill server %s has a new control address, %s", engine, address)
+        engine.now = address
 
-    def forget(self, url: str, *, is_sure: bool = True) -> None:
+    def forget(self, server: Server, *, is_sure: bool = True) -> None:
         """Take a server for a new one. It could not be reached, or its address did not serve.
 
         ``is_sure``: if not, its answer told nothing, as if D did not need the transfer. Two in a row are enough.
         """
-        if not is_sure and url not in self._doubted:
-            self._doubted.add(url)
+        if not is_sure and server.url not in self._doubted:
+            self._doubted.add(server.url)
             return
-        self._told.pop(url, None)
-        self._cutting.discard(url)
+        whole = self._whole(server)
+        for each in (whole, *whole.ranks):
+            each.now, each.before, each.several = None, set(), False
+        self._cutting.discard(server.url)
+
+    def _whole(self, server: Server) -> Engine:
+        return self._wholes.setdefault(server.url, Engine(server))
 
 
 class CircuitBreaker:

@@ -10,14 +10,16 @@ from starlette.datastructures import Headers
 HeaderList = list[tuple[str, str]]
 
 REQUEST_ID = "x-request-id"
+#: By which vLLM lets a request choose among the data-parallel ranks behind one URL.
+RANK = "x-data-parallel-rank"
 
 #: Headers that belong to one connection (RFC 9110, section 7.6.1), not to the message.
 _HOP_BY_HOP = frozenset({
     "connection", "expect", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te",
     "trailer", "transfer-encoding", "upgrade",
 })  # fmt: skip
-#: Set by the proxy itself. A data-parallel rank names an engine inside one server: the legs' servers differ.
-_OWN_REQUEST = frozenset({"host", "content-length", "content-type", REQUEST_ID, "x-data-parallel-rank"})
+#: Set by the proxy itself. A rank names an engine inside one server: the client knows neither of the legs' servers.
+_OWN_REQUEST = frozenset({"host", "content-length", "content-type", REQUEST_ID, RANK})
 _OWN_RESPONSE = frozenset({"date", "server", REQUEST_ID})
 
 #: Control characters, which stand in no header (RFC 9110, section 5.5), though some HTTP servers let them pass.

@@ -25,7 +25,7 @@ from http import HTTPStatus
 from starlette.requests import ClientDisconnect
 
 from pd_proxy.apis import Body
-from pd_proxy.control import Address, address_in
+from pd_proxy.control import Address, Engine, address_in
 from pd_proxy.decode import at_once, run_decode
 from pd_proxy.error_answers import FULL, LegFailed, LegRefused, NothingHandedOver, Retry, let_go_of_bodies
 from pd_proxy.first_token import FirstToken
@@ -54,7 +54,7 @@ Failure = LegFailed | LegRefused
 class _Prefill:
     """A prefill leg that runs beside a decode leg, and what is known of it."""
 
-    server: Server
+    engine: Engine
     address: Address  # of its control channel, as D is told
     transfer_id: str
     running: asyncio.Task[None] = field(init=False)
@@ -106,7 +106,7 @@ class TwoLegs:
                 return
             let_go_of_bodies(failure)
             if failure.retry is not Retry.NO and failure.status != FULL:
-                self.upstream.control.forget(server.url)
+                self.upstream.control.forget(server)
             if failure.retry is Retry.NO or (failure.retry is Retry.ONCE and record.prefill_retries):
                 raise failure
             if not untried:
@@ -121,22 +121,23 @@ class TwoLegs:
 
     async def _serve_with(self, server: Server) -> Failure | None:
         """Serve the request with one prefill server; return how that failed, if it did."""
-        address = self.upstream.control.of(server.url) if self.upstream.settings.legs == Legs.TOGETHER else None
-        next_decode = self.upstream.decode.in_order()[0].url
-        if address is not None and not self.upstream.breaker.go_in_turn(next_decode, server.url):
-            return await self._together(server, address)
+        may_join = self.upstream.settings.legs == Legs.TOGETHER
+        engine = self.upstream.control.choose(server, by_rank=may_join and self.upstream.api.takes_rank)
+        next_decode, address = self.upstream.decode.in_order()[0].url, engine.address if may_join else None
+        if address is not None and not self.upstream.breaker.go_in_turn(next_decode, str(engine)):
+            return await self._together(_Prefill(engine, address, uuid.uuid4().hex))
         self.client.record.legs = Legs.IN_TURN
         try:
-            answer = await self._run_prefill(server)
+            answer = await self._run_prefill(engine)
         except (LegFailed, LegRefused) as failure:
             if not self._text_ended(failure):
                 return failure
             await self.alone(_ENDS_AT_ONCE)
         else:
-            await self._in_turn(answer, server)
+            await self._in_turn(answer, engine)
         return None
 
-    async def _in_turn(self, answer: Body, server: Server) -> None:
+    async def _in_turn(self, answer: Body, engine: Engine) -> None:
         """Run the decode leg with what P has answered."""
         self.client.record.legs = Legs.IN_TURN
         told = self.upstream.api.figures.of(answer)
@@ -145,22 +146,21 @@ class TwoLegs:
             return told
 
         body = decode_body(self.upstream.api, self.body, answer["kv_transfer_params"])
-        await self._run_decode(body, details, partial(self._judge, server, None), answer)
+        await self._run_decode(body, details, partial(self._judge, engine, None), answer)
 
     async def alone(self, reason: str) -> None:
         """Have a decode server serve the whole request, for this reason."""
         self.client.record.legs, self.client.record.undivided = "", reason
         await self._run_decode(decode_body(self.upstream.api, self.body, None), None)
 
-    async def _together(self, server: Server, address: Address) -> Failure | None:
-        self.client.record.legs = Legs.TOGETHER
-        decoding, prefill = asyncio.current_task(), _Prefill(server, address, uuid.uuid4().hex)
+    async def _together(self, prefill: _Prefill) -> Failure | None:
+        self.client.record.legs, decoding = Legs.TOGETHER, asyncio.current_task()
         assert decoding is not None
         prefill.running = asyncio.create_task(self._prefill_beside(prefill, decoding))
         try:
-            named = following(prefill.transfer_id, address.host, address.port)
+            named = following(prefill.transfer_id, prefill.address.host, prefill.address.port)
             body = decode_body(self.upstream.api, self.body, named)
-            await self._run_decode(body, prefill.last_news, partial(self._judge, server, prefill))
+            await self._run_decode(body, prefill.last_news, partial(self._judge, prefill.engine, prefill))
             if self.client.record.status == HTTPStatus.OK:
                 await prefill.last_news()
         except asyncio.CancelledError:
@@ -179,13 +179,13 @@ class TwoLegs:
         if prefill.text_ended:
             await self.alone(_ENDS_AT_ONCE)
         elif prefill.moved is not None:
-            await self._in_turn(prefill.moved, server)
+            await self._in_turn(prefill.moved, prefill.engine)
         return prefill.failure
 
     async def _prefill_beside(self, prefill: _Prefill, decoding: asyncio.Task[None]) -> None:
         """Run the prefill leg, and end the decode leg where that is no use any more."""
         try:
-            answer = await self._run_prefill(prefill.server, prefill.transfer_id)
+            answer = await self._run_prefill(prefill.engine, prefill.transfer_id)
             prefill.details = self.upstream.api.figures.of(answer)
             if address_in(answer["kv_transfer_params"]) != prefill.address:
                 prefill.moved = answer
@@ -202,7 +202,7 @@ class TwoLegs:
         if prefill.ends_decoding and not self.client.started:
             prefill.has_cancelled = decoding.cancel()
         elif prefill.failure is not None:
-            logger.warning("prefill server %s failed (%s) after D had answered", prefill.server.url, prefill.failure)
+            logger.warning("prefill server %s failed (%s) after D had answered", prefill.engine, prefill.failure)
             let_go_of_bodies(prefill.failure)
 
     def _text_ended(self, failure: Failure) -> bool:
@@ -210,9 +210,13 @@ class TwoLegs:
         may_end = self.begun is not None or "ignore_eos" not in self.upstream.api.one_token
         return may_end and isinstance(failure, NothingHandedOver) and failure.finish_reason == "stop"
 
-    async def _run_prefill(self, server: Server, transfer_id: str | None = None) -> Body:
+    async def _run_prefill(self, engine: Engine, transfer_id: str | None = None) -> Body:
         used = self.begun is not None
-        return await run_prefill(self.upstream, self.client, server, self.body, transfer_id, used=used)
+        engine.in_flight += 1
+        try:
+            return await run_prefill(self.upstream, self.client, engine, self.body, transfer_id, used=used)
+        finally:
+            engine.in_flight -= 1
 
     async def _run_decode(
         self,
@@ -240,19 +244,19 @@ class TwoLegs:
             first.begun.details(details)
             first.begun.is_due = True
 
-    async def _judge(self, server: Server, beside: _Prefill | None, status: int) -> None:
+    async def _judge(self, engine: Engine, beside: _Prefill | None, status: int) -> None:
         """Note what the status of D's answer tells of D, and of the address of P, if that runs ``beside`` D.
 
         An error waits for news of P, which may be its cause. That D is full tells nothing.
         """
         decode, breaker, control = self.client.record.decode_url, self.upstream.breaker, self.upstream.control
         if status == HTTPStatus.OK and beside is None:
-            breaker.served_in_turn(decode, server.url, control.of(server.url))
+            breaker.served_in_turn(decode, str(engine), engine.address)
         elif status == HTTPStatus.OK:
-            breaker.served_at_once(decode, server.url)
+            breaker.served_at_once(decode, str(engine))
         elif status >= HTTPStatus.INTERNAL_SERVER_ERROR and status != FULL and beside is not None:
             await beside.last_news()
             if beside.moved is None:  # after P's answer, which tells the address anew
-                control.forget(server.url)  # it may be what D could not use
+                control.forget(engine.server)  # it may be what D could not use
             if not beside.ends_decoding:  # P is not the reason
-                breaker.failed_at_once(decode, server.url, beside.address, self.client.record.identity)
+                breaker.failed_at_once(decode, str(engine), beside.address, self.client.record.identity)

@@ -1,28 +1,34 @@
 """The prefill leg: P computes the prompt and one token, and tells where the KV cache is."""
 
 import json
+import re
 import time
 from http import HTTPStatus
 from typing import NoReturn
 
 from pd_proxy import headers as passed
 from pd_proxy.apis import Api, Body, encoded
+from pd_proxy.control import Engine
 from pd_proxy.error_answers import LegFailed, LegRefused, NothingHandedOver, Retry, is_error, retry_of
 from pd_proxy.http_client import Client
 from pd_proxy.parameters import prefill_body
-from pd_proxy.servers import Answer, Server
+from pd_proxy.servers import Answer
 from pd_proxy.upstream import Upstream
+
+#: With what vLLM refuses a request whose header names a rank that the server has not.
+_RANKS = re.compile(rb"data_parallel_rank \d+ is out of range \[0, (\d{1,4})\)")
 
 
 async def run_prefill(
-    upstream: Upstream, client: Client, server: Server, body: Body, transfer_id: str | None = None, *, used: bool
+    upstream: Upstream, client: Client, engine: Engine, body: Body, transfer_id: str | None = None, *, used: bool
 ) -> Body:
     """Send a request's prefill leg to one server, and return the answer, which has ``kv_transfer_params``.
 
-    What they tell about the server's control channel is noted.
+    What they tell about the server's control channel is noted. A rank that the server has not was not the client's
+    choice: the request is sent again without.
 
     Args:
-        server: one of the prefill leg.
+        engine: one of the prefill leg.
         body: of the client.
         transfer_id: under which a decode server asks for the KV cache meanwhile.
         used: whether the client is to get the answer's token.
@@ -33,27 +39,33 @@ async def run_prefill(
         LegRefused: it answered with an error.
     """
     record = client.record
+    server = engine.server
     record.prefill_url = server.url
     started = time.monotonic()
     record.prefill_s, record.prefill_at = None, started
     content = encoded(prefill_body(upstream.api, body, transfer_id, used=used))
     headers = upstream.headers(client.headers, record.identity, relayed=False)
+    if engine.rank is not None:
+        headers.append((passed.RANK, str(engine.rank)))
     with record.trace.leg("prefill") as leg:
         leg.goes_to(server.url)
         async with upstream.prefill.ask(server, "POST", upstream.api.path, leg.applied_to(headers), content) as answer:
             text = await answer.read()
         leg.answered(answer.status)
     record.prefill_s = time.monotonic() - started
+    if engine.rank is not None and answer.status == HTTPStatus.BAD_REQUEST and (told := _RANKS.search(text)):
+        whole = upstream.control.count(server, int(told[1]))
+        return await run_prefill(upstream, client, whole, body, transfer_id, used=used)
     if answer.status != HTTPStatus.OK:
         _refuse(answer, text, record.identity)
     try:
         checked = checked_answer(upstream.api, answer.url, text)
     except LegFailed as failure:
         is_whole = isinstance(failure, NothingHandedOver) and failure.finish_reason == "length"
-        upstream.control.forget(answer.url, is_sure=transfer_id is None or not is_whole)  # D may have told P so
+        upstream.control.forget(server, is_sure=transfer_id is None or not is_whole)  # D may have told P so
         raise
     record.prompt_tokens = upstream.api.figures.prompt_tokens(checked)
-    upstream.control.learn(answer.url, checked["kv_transfer_params"])
+    upstream.control.learn(engine, checked["kv_transfer_params"])
     return checked
 
 

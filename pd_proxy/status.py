@@ -101,7 +101,7 @@ class StatusPage:
                 "url": one.url,
                 "in_flight": one.in_flight,
                 "state": _state_of(one),
-                "control": str(self._control.of(one.url) or ""),  # shown for prefill servers
+                "control": ", ".join(map(str, self._control.of(one))),  # shown for prefill servers
             }
             for one in servers.members
         ]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from pd_proxy.control import Address, CircuitBreaker, ControlAddresses
+from pd_proxy.control import Address, CircuitBreaker
 from tests.support.examples.fake_servers import (
     MESSAGE_START,
     NAMED_TRANSFER,
@@ -200,20 +200,3 @@ def test_one_that_serves_both_legs_at_once_is_not_doubted_any_more() -> None:
         breaker.served_in_turn("d", "p", AT)
         breaker.served_at_once("d", "p")
         assert not breaker.go_in_turn("d", "p")
-
-
-def test_an_engine_that_comes_back_at_a_port_of_before_is_one_after_a_while() -> None:
-    clock = ManualClock()
-    addresses = ControlAddresses(clock)
-
-    def told(port: int) -> Address | None:
-        addresses.learn("http://p", NAMED_TRANSFER | {"remote_host": "10.0.0.1", "remote_port": port})
-        return addresses.of("http://p")
-
-    assert [told(port) for port in (1, 2)] == [Address("10.0.0.1", 1), Address("10.0.0.1", 2)]
-    assert [told(port) for port in (1, 1)] == [None, None], "several engines behind one URL do that, too"
-    clock.advance(299.0)
-    assert told(1) is None
-    clock.advance(2.0)
-    assert told(1) == Address("10.0.0.1", 1)
-    assert told(2) == Address("10.0.0.1", 2)
