@@ -1,4 +1,4 @@
-"""Data-parallel engines behind one URL of P and one of D: vLLM chooses, and no router knows which."""
+"""Data-parallel engines behind one URL of P and one of D: the proxy chooses P's by a header, and vLLM D's."""
 
 import os
 import signal
@@ -40,6 +40,7 @@ def proxy(request: pytest.FixtureRequest, servers: dict[str, Server]) -> Iterato
 def test_every_prompt_is_answered_right_and_pulled_but_those_that_prove_a_pair_of_engines(
     servers: dict[str, Server], proxy: Client
 ) -> None:
+    """Once the proxy knows the engines, both legs go at once, and to the right one: else D would get a second leg."""
     prompts = [make_prompt(200 + number, ("data parallel", number)) for number in range(24)]
     before = {name: server.client.metrics() for name, server in servers.items()}
     with ThreadPoolExecutor(6) as clients:
@@ -52,6 +53,11 @@ def test_every_prompt_is_answered_right_and_pulled_but_those_that_prove_a_pair_o
     for name, metric in (("P", "vllm:pd_leases_total"), ("D", "vllm:pd_pulls_total")):
         working = {engine for engine in engines_of(servers[name]) if counted[name].value(metric, engine=engine) > 0}
         assert working == engines_of(servers[name]), name
+    known = proxy.metrics()
+    later = [make_prompt(300 + number, ("data parallel, at once", number)) for number in range(8)]
+    for prompt in later:
+        assert_same_output(proxy.complete(prompt), servers["P"].client.compute(prompt))
+    assert proxy.metrics().since(known).value("pd_proxy_legs_total", legs="together") == len(later)
 
 
 @on(DATA_PARALLEL)

@@ -327,3 +327,18 @@ def test_the_ranks_are_counted_again_after_a_while() -> None:
         clock.advance(1.0)
         chosen.append(addresses.choose(server, by_rank=True).rank)
     assert chosen == [2, 0, 1]
+
+
+def test_a_server_of_ranks_is_never_one_engine_for_those_that_name_none() -> None:
+    """Few do, and may meet the same rank for a while."""
+    clock, server = ManualClock(), Server("http://p")
+    addresses = ControlAddresses(clock)
+    whole = addresses.choose(server, by_rank=False)
+    for port in (1, 2, 1):
+        learn(addresses, whole, port)
+    addresses.count(server, 2)
+    clock.advance(301.0)
+    learn(addresses, whole, 1)
+    assert addresses.choose(server, by_rank=False).address is None
+    addresses.count(server, 1)
+    assert addresses.choose(server, by_rank=False).address == Address("10.0.0.1", 1)
