@@ -26,6 +26,8 @@ _IN_TURN_S = 300.0
 _ONE_S = 300.0
 #: How long the number of a server's ranks is believed, and a rank that no server has: vLLM's refusal tells the number.
 _RANKS_S, _NO_RANK = 300.0, 65535
+#: How long a rank is tried last whose address did not serve: if it has died, vLLM ends all of the server within 8 s.
+_SKIP_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,7 @@ class Engine:
     server: Server
     rank: int | None = None  # that the request names
     in_flight: int = 0  # prefill legs
-    last_chosen: float = 0.0  # monotonic seconds; breaks ties in turn
+    last_chosen: float = 0.0  # monotonic seconds; breaks ties in turn. In the future while it is tried last
     now: Address | None = None  # as last told
     before: set[Address] = field(default_factory=set)  # that have been replaced
     several: bool = False  # one that had been replaced came back
@@ -97,7 +99,7 @@ class ControlAddresses:
         if now >= whole.counted_until:
             whole.counted_until = now + _RANKS_S
             return Engine(server, _NO_RANK)
-        chosen = min(whole.ranks, key=lambda one: (one.in_flight, one.last_chosen), default=whole)
+        chosen = min(whole.ranks, key=lambda it: (it.last_chosen > now, it.in_flight, it.last_chosen), default=whole)
         chosen.last_chosen = now
         return chosen
 
@@ -143,6 +145,11 @@ class ControlAddresses:
         for each in (whole, *whole.ranks):
             each.now, each.before, each.several = None, set(), False
         self._cutting.discard(server.url)
+
+    def fail(self, engine: Engine) -> None:
+        """Note that the address of an engine may be what a decode server could not use: it has moved, or has died."""
+        engine.last_chosen = self._clock() + _SKIP_S
+        self.forget(engine.server)
 
     def _whole(self, server: Server) -> Engine:
         return self._wholes.setdefault(server.url, Engine(server))

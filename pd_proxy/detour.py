@@ -94,10 +94,8 @@ class Detour:
         tokens = self._tokens_of(size)
         if self._from != AUTO:
             return Choice(alone=True, reason=SHORT) if tokens < int(self._from) else Choice(alone=False, reason=LONG)
-        if tokens > _LONGEST:
-            return Choice(alone=False, reason=LONG)
-        if tokens > self._credit:
-            return Choice(alone=False, reason=BEYOND)
+        if tokens > min(_LONGEST, self._credit):
+            return Choice(alone=False, reason=LONG if tokens > _LONGEST else BEYOND)
         choice = self._ways.setdefault(_class_of(tokens), _Ways()).choice(streams=streams)
         self._credit -= tokens if choice.alone else 0
         return choice

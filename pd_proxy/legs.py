@@ -257,6 +257,6 @@ class TwoLegs:
         elif status >= HTTPStatus.INTERNAL_SERVER_ERROR and status != FULL and beside is not None:
             await beside.last_news()
             if beside.moved is None:  # after P's answer, which tells the address anew
-                control.forget(engine.server)  # it may be what D could not use
+                control.fail(engine)
             if not beside.ends_decoding:  # P is not the reason
                 breaker.failed_at_once(decode, str(engine), beside.address, self.client.record.identity)

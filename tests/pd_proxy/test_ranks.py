@@ -126,11 +126,12 @@ def test_the_rank_with_the_fewest_requests_in_flight_gets_the_next(
     assert engines.chosen[4:] == [0, 1]
 
 
-def test_a_client_cannot_name_a_rank(known: Proxy, p: FakeServer, engines: DataParallel) -> None:
-    for _ in range(2):
-        asked = known.http.post("/v1/completions", json={"prompt": "a"}, headers={"X-data-parallel-rank": "7"})
-        assert asked.status_code == 200
-    assert engines.chosen == [0, 1]
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
+def test_a_client_cannot_name_a_rank(proxy: Proxy, p: FakeServer, d: FakeServer, path: str) -> None:
+    """It knows neither which P gets its request, nor which D."""
+    asked = proxy.http.post(path, json={"prompt": "a", "input": "a"}, headers={"X-data-parallel-rank": "7"})
+    assert asked.status_code == 200
+    assert all("x-data-parallel-rank" not in one.headers for one in (*p.received, *d.received))
 
 
 def test_a_server_that_comes_back_with_fewer_ranks_costs_no_request(
@@ -144,7 +145,7 @@ def test_a_server_that_comes_back_with_fewer_ranks_costs_no_request(
 
     d.script = follows
     assert [known.complete().status_code for _ in range(4)] == [200] * 4
-    assert engines.chosen == [0] * 4
+    assert [one.headers.get("x-data-parallel-rank") for one in p.received] == ["0", "1", None, None, None]
 
 
 def test_ranks_that_come_back_at_other_addresses_cost_a_second_leg(
@@ -196,6 +197,8 @@ def test_a_rank_that_answers_nothing_holds_up_only_what_it_has(
     gate.set()
     assert dead.receive_until(b"nobody is there"), "D's error does not wait for P"
     dead.leave()
+    assert [known.complete().status_code for _ in range(4)] == [200] * 4, "nothing new goes there for a while"
+    assert engines.chosen.count(1) == 1
 
 
 def test_a_decode_server_that_knows_no_names_is_found_out_behind_ranks_too(known: Proxy, d: FakeServer) -> None:
