@@ -36,7 +36,7 @@ from pd_connector.scheduler.prefix_queue import PrefixQueue
 from pd_connector.scheduler.readers import Readers
 from pd_connector.scheduler.scheduler_role import SchedulerRole, ended
 from pd_connector.vllm.block_hashes import BlockHashes
-from pd_connector.vllm.cache_specs import Retention
+from pd_connector.vllm.cache_specs import Retention, blocks_for
 from pd_connector.vllm.device_blocks import DeviceBlocks, HeldBlocks
 from pd_connector.vllm.requests import computes_whole_prompt
 from transfer.control.client import ControlClient
@@ -426,7 +426,9 @@ class PeerPrefixes(SchedulerRole):
         table, _ = self._blocks.longest_prefix(request.block_hashes)
         before = tuple(block for group in table for block in group if not block.is_null)
         evictable = sum(not block.ref_cnt for block in before)
-        if standing is not Standing.PROVEN or not self._blocks.has_spare(number + evictable):
+        # A pull that is late keeps its blocks until its reads have ended, and the request is computed beside them.
+        beside = blocks_for(self._groups, request.num_tokens) - len(before)
+        if standing is not Standing.PROVEN or not self._blocks.has_spare(number + evictable + beside):
             self.counts["prefixes", "unproven" if standing is not Standing.PROVEN else "full"] += 1
             self._renewals.cancel(remote)
             return False

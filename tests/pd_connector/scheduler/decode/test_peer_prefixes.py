@@ -58,7 +58,7 @@ def test_an_engine_pulls_what_another_has_computed_and_computes_the_rest(world: 
 def test_more_than_is_gained_is_not_pulled_again_into_what_host_memory_holds(world: World) -> None:
     """A pull begins where the device ends."""
     holder = a_holder(world, blocks=200)
-    finder = asker(world, holder, blocks=45, slots=400)
+    finder = asker(world, holder, slots=400)
     compute(world, finder, FIRST)
     orders = watch_orders(finder)
     for gained, pulls in ((TURN // 2, 0), (TURN + BLOCK, 1)):

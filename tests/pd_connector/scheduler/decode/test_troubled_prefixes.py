@@ -47,6 +47,24 @@ def test_an_engine_whose_pull_is_late_is_not_asked_again_before_that_has_ended(w
     assert finder.counts["prefixes: asked"] == 2
 
 
+@pytest.mark.parametrize("blocks", [40, 60, 80])
+def test_a_request_whose_pull_is_late_has_the_blocks_to_be_computed_meanwhile(world: World, blocks: int) -> None:
+    """And those behind it. Where the device has no room for both, nothing is pulled."""
+    holder = a_holder(world, blocks=120)
+    finder = asker(world, holder, blocks=blocks, pull_s=15.0)
+    held = list(range(480))
+    hold(world, holder, held)
+    late, behind = ClientRequest("late", [*held, 1], 1), ClientRequest("behind", list(range(900, 1200)), 1)
+    finder.ask(late)
+    began = world.clock.now
+    while not finder.counts["prefixes: full"] and not finder.worker.prefixes:
+        world.step()
+    finder.ask(behind)
+    while not (late.ended and behind.ended):
+        world.step()
+        assert world.clock.now < began + 3.0, finder.state
+
+
 def test_a_pull_that_takes_longer_than_a_lease_lives_keeps_its_lease(world: World) -> None:
     holder = a_holder(world)
     finder = asker(world, holder, pull_s=50.0)
