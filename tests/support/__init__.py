@@ -218,6 +218,7 @@ Real servers (``tests/e2e``):
 Deployments (``deploy/``):
     deploy.monitoring       the connector's metrics, the dashboard's queries, and promtool
     deploy.prometheus       a real Prometheus with the alert rules
+    deploy.dockerfiles      the instructions of the images' Dockerfiles, and the files that a build is sent
 
 Examples (``examples/``):
     browser                 chromium without a window

@@ -94,7 +94,7 @@ class Workload:
         """The words of the command line, with the variables of the model's ConfigMap in their places."""
         (generator,) = kustomization()["configMapGenerator"]
         model = dict(literal.split("=", 1) for literal in generator["literals"])
-        words = [*self.container["command"], *self.container["args"]]
+        words: list[str] = self.container["args"]
         for name, value in model.items():
             words = [word.replace(f"$({name})", value) for word in words]
         return words
