@@ -175,6 +175,8 @@ def test_bases_are_the_releases_that_the_pages_name() -> None:
     assert stable is not None
     assert npu == f"quay.io/ascend/vllm-ascend:v{stable[1]}"
     assert stable[1] in range_of("npu", "vllm-ascend")
+    for text in (dockerfile("npu").read_text(), (ROOT / "deploy/README.md").read_text()):
+        assert set(re.findall(r"--build-arg VLLM_ASCEND=([\w.]+)", text)) == {f"v{stable[1]}"}
 
 
 def test_mooncake_is_of_the_tested_release() -> None:

@@ -219,6 +219,7 @@ Deployments (``deploy/``):
     deploy.monitoring       the connector's metrics, the dashboard's queries, and promtool
     deploy.prometheus       a real Prometheus with the alert rules
     deploy.dockerfiles      the instructions of the images' Dockerfiles, and the files that a build is sent
+    deploy.image_roots      does them in a new Debian root, and runs commands there as in a container
 
 Examples (``examples/``):
     browser                 chromium without a window
