@@ -181,7 +181,9 @@ def test_bases_are_the_releases_that_the_pages_name() -> None:
 
 def test_mooncake_is_of_the_tested_release() -> None:
     tested = pinned("cpu", "mooncake-transfer-engine-non-cuda")
-    assert f"'%s=={tested}\\n' mooncake-transfer-engine mooncake-transfer-engine-cuda13 " in commands(steps("cuda"))
+    both = " ".join(sorted(one.name for extra in ("cuda", "cuda12") for one in EXTRAS[extra] if one.name != "vllm"))
+    assert f"'%s=={tested}\\n' {both} " in commands(steps("cuda"))
+    assert f"pip uninstall --yes {both} " in commands(steps("cuda"))  # the base's
     assert f"--no-deps mooncake-transfer-engine-npu=={tested} " in commands(steps("npu"))
     assert f"| mooncake-transfer-engine-npu | {tested} " in NPU_PAGE
     for extra in ("cuda", "cuda12", "npu"):
