@@ -28,7 +28,8 @@ from tests.support.examples.manifests import Workload
 from tests.support.sources import ROOT
 
 ALL = pytest.mark.parametrize("platform", IMAGES)
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT, SETUPTOOLS = PYPROJECT["project"], PYPROJECT["tool"]["setuptools"]
 EXTRAS = {name: [Requirement(line) for line in lines] for name, lines in PROJECT["optional-dependencies"].items()}
 NPU_PAGE, README, MAKEFILE = ((ROOT / name).read_text() for name in ("docs/npu.md", "README.md", "Makefile"))
 WORKLOADS = [Workload.of(leg) for leg in ("prefill", "decode", "proxy")]
@@ -209,8 +210,6 @@ def test_a_build_is_sent_what_is_installed_and_no_secret(tmp_path: Path) -> None
         (tmp_path / name).touch()
     assert [path.as_posix() for path in build_context(tmp_path)] == sorted(wanted)
     sent = {path.as_posix() for path in build_context()}
-    packages = {name.removesuffix("*") for name in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"][
-        "setuptools"
-    ]["packages"]["find"]["include"]}  # fmt: skip
+    packages = {name.removesuffix("*") for name in SETUPTOOLS["packages"]["find"]["include"]}
     assert {"pyproject.toml", "deploy/healthcheck.py", PROJECT["readme"], *PROJECT["license-files"]} <= sent
     assert {name.partition("/")[0] for name in sent if "/" in name} == packages | {"deploy"}
