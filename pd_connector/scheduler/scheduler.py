@@ -122,12 +122,12 @@ class ConnectorScheduler:
         self._demand = BlockDemand(self._blocks, self._retentions)
         self._engine = EngineLoop()
         self._workers = Workers(workers_of(vllm_config))
+        self._tier: HostTier | None = None  # when all workers are known
         self._moves: LeaseMoves | None = None  # if leases may move to host memory
         self._prompt_slots: PromptSlots | None = None  # the same
         self._early: dict[str, Request] = {}  # requests that came before all workers were known
         self._destinations: list[Destinations] = []  # for the next step, if vLLM is told of failures by block ids
-        self._model_changes = 0  # since the last step
-        self._asked_handshakes = 0  # the same
+        self._model_changes = self._asked_handshakes = 0  # since the last step
         self._device_is_outdated = False  # vLLM may still find what another model has computed
         self._prefixes_at = ""  # where peers find prefixes here
         self._failed: set[str] = set()  # requests that have failed on a rank, and wait for others
@@ -366,13 +366,13 @@ class ConnectorScheduler:
             role.model_changed()
 
     def _take_handshakes(self, handshakes: Mapping[WorkerRanks, WorkerHandshake]) -> None:
-        in_order = self._workers.add(handshakes)
-        if not in_order:
+        if not (in_order := self._workers.add(handshakes)):
             return
         if self._role.reads:
             check_secrets(in_order, self._secret)
-        if self._config.cpu_bytes_to_use and not any(isinstance(role, HostTier) for role in self._roles):
+        if self._config.cpu_bytes_to_use and self._tier is None:
             tier = open_host_tier(self._config, self._vllm_config, self._blocks.manager, self._retentions, in_order)
+            self._tier = tier
             self._roles.insert(1, tier)
             if self._config.pool is not None and not self._unshared:
                 pool = open_shared_pool(
@@ -473,8 +473,8 @@ class ConnectorScheduler:
         )  # fmt: skip
 
     def _store_state(self, *state: Any) -> None:
-        for tier in (role for role in self._roles if isinstance(role, HostTier)):
-            tier.store_state(*state)
+        if self._tier is not None:
+            self._tier.store_state(*state)
 
     def _make_peer_prefixes(self, keys: ControlKeys | None) -> PeerPrefixes | None:
         if self._unshared:
@@ -485,8 +485,8 @@ class ConnectorScheduler:
         peers = [parse_address(peer) for peer in self._config.peers or () if peer != READERS]
 
         def held_in_host(request: "Request", computed_tokens: int) -> int:
-            hits = (role.pool.find(request, computed_tokens) for role in self._roles if isinstance(role, HostTier))
-            return next((hit.tokens for hit in hits if hit is not None), 0)
+            hit = self._tier and self._tier.pool.find(request, computed_tokens)
+            return hit.tokens if hit else 0
 
         return PeerPrefixes(
             peers, client, renewals, self._blocks, self._retentions, self._hashes, self._canaries, self._rate,

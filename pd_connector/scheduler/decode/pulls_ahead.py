@@ -26,7 +26,6 @@ class PullsAhead:
         self._limits = limits
         self._demand = demand
         self._held: dict[str, int] = {}  # blocks, by request
-        self._total = 0  # of them
 
     def __len__(self) -> int:
         return len(self._held)
@@ -39,7 +38,7 @@ class PullsAhead:
         if len(self._held) >= self._limits.max_pulls_ahead:
             return False
         demand = self._demand
-        if self._total + demand.blocks_of(request) > self._limits.max_ahead_fraction * demand.blocks.total:
+        if sum(self._held.values()) + demand.blocks_of(request) > self._limits.max_ahead_fraction * demand.blocks.total:
             return False
         other = demand.left_out
         if other is not None and other is not request and not demand.has_room_for(other):
@@ -48,14 +47,12 @@ class PullsAhead:
 
     def start(self, request: "Request") -> None:
         """Count a pull ahead."""
-        held = self._held[request.request_id] = self._demand.blocks_of(request)
-        self._total += held
+        self._held[request.request_id] = self._demand.blocks_of(request)
 
     def end(self, request_id: str) -> None:
         """Count a pull no longer. Those that are not ahead are ignored."""
-        self._total -= self._held.pop(request_id, 0)
+        self._held.pop(request_id, None)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books balance."""
-        assert self._total == sum(self._held.values()), "blocks of pulls ahead are miscounted"
         assert len(self._held) <= self._limits.max_pulls_ahead, "too many prompts are pulled ahead"

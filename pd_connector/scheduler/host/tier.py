@@ -15,7 +15,7 @@ only when its store has ended on every rank. Everything runs on the scheduler's 
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Literal
@@ -186,11 +186,7 @@ class HostTier(SchedulerRole):
 
     # Leases that move here, and prompts that are pulled here
 
-    def is_storing(self, blocks: Iterable["KVCacheBlock"]) -> bool:
-        """Return whether one of these device blocks is on its way to host memory."""
-        return bool(self._storing) and not self._storing.keys().isdisjoint(block.block_hash for block in blocks)
-
-    def will_hold(self, keys: "Collection[BlockHashWithGroupId]") -> bool:
+    def will_hold(self, keys: "Iterable[BlockHashWithGroupId | None]") -> bool:
         """Return whether one of the blocks is on its way to host memory."""
         return not self._storing.keys().isdisjoint(keys)
 

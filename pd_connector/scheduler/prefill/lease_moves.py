@@ -197,7 +197,7 @@ class LeaseMoves(SchedulerRole):
         blocks = 0
         for lease, why in self._chosen():
             held = lease.held.blocks
-            if len(held) >= self._least_too_large or tier.is_storing(held):
+            if len(held) >= self._least_too_large or tier.will_hold(block.block_hash for block in held):
                 continue
             loan = tier.loans.lend_for_copies(held)
             if loan is None:
