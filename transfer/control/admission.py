@@ -7,14 +7,13 @@ that libzmq would keep.
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 import zmq
 
 from transfer.control.connections import (
     CHECK_INTERVAL_S,
-    FRAME_OVERHEAD_BYTES,
     Connection,
     UnreadBytes,
     bytes_received_by,
@@ -51,7 +50,7 @@ class AdmissionCounters(msgspec.Struct):
 @dataclass(slots=True)
 class _Connection:
     host: str  # empty if it was gone before we looked
-    unread: UnreadBytes = field(default_factory=UnreadBytes)
+    unread: UnreadBytes
     is_cut: bool = False  # but libzmq has not noticed yet
 
 
@@ -113,7 +112,7 @@ class Admission:
         """Record that a message of these frames has been read."""
         connection = self._connections.get(_descriptor(frames[0]))
         if connection is not None:
-            connection.unread.read += sum(map(len, frames)) + FRAME_OVERHEAD_BYTES * len(frames)
+            connection.unread.add_read(frames)
 
     def cut_sender(self, frame: zmq.Frame, reason: str) -> None:
         """Cut the connection that sent ``frame``, a part of a message that no well-behaved client sends."""
@@ -141,7 +140,7 @@ class Admission:
             if connection is not None:
                 host = connection.host
                 self._refuse_above_limit(connection)
-        self._connections[descriptor] = _Connection(host)
+        self._connections[descriptor] = _Connection(host, UnreadBytes(self._keys is not None))
         self.counters.connections = len(self._connections)
 
     def _refuse_above_limit(self, connection: Connection) -> None:

@@ -25,10 +25,10 @@ from transfer.control.polling import SocketMonitor
 from transfer.errors import TransferError
 from transfer.peers import Address, AllowedPeers, no_route, parse_ip
 
-_QUEUED_FRAMES = 64  # per peer and direction, in libzmq
+_QUEUED_REQUESTS = 64  # per peer, in libzmq
 _SOCKETS_PER_PEER = 3  # its own and the two ends of its monitor
-# What a peer may send without completing a reply. 2 bytes on the wire, as a frame, may take 64 bytes of memory.
-_UNREAD_BYTES = 2 * MAX_FRAME_BYTES
+# What all peers may have sent and this client not read: one reply always may. Frames of 2 bytes take 64 of memory.
+_UNREAD_BYTES = MAX_FRAME_BYTES + 2**20
 
 _EVENTS = (
     zmq.EVENT_CONNECTED
@@ -157,12 +157,11 @@ class PeerPool:
             peer = self._by_socket.get(socket) if isinstance(socket, zmq.Socket) else None
             if peer is None:
                 continue
+            self._take_events(peer)  # first, so that what is read counts for the connection that brought it
             if socket is peer.socket:
                 yield peer, events
-            else:
-                self._take_events(peer)
-                if peer.failure:
-                    yield peer, 0
+            elif peer.failure:
+                yield peer, 0
 
     def find(self, address: Address) -> PeerSocket | None:
         """Return the peer at ``address``, None if it is not held."""
@@ -254,7 +253,7 @@ class PeerPool:
             frames = receive(peer.socket)
         except zmq.Again:
             return None
-        peer.unread.read = math.inf
+        peer.unread.add_read(frames)
         if frames[-1].more:
             peer.failure = f"it sent a message of {FRAMES_READ} or more frames; a message is one frame"
             return None
@@ -263,7 +262,7 @@ class PeerPool:
         return frames[0].bytes
 
     def lost(self) -> Iterator[PeerSocket]:
-        """Yield peers that send too many bytes without a complete reply, or cannot be reached, ``failure`` set.
+        """Yield peers that send too many bytes that are not read, or cannot be reached, with their ``failure`` set.
 
         Cheap if called too early.
         """
@@ -286,7 +285,8 @@ class PeerPool:
                 del unread[peer.address]
                 yield peer
         for address, held in over_limit(unread, _UNREAD_BYTES):
-            self._peers[address].failure = f"it sent {held} bytes without a complete reply"
+            failure = f"it sent {held} bytes without a complete reply, or faster than they are read"
+            self._peers[address].failure = failure
             yield self._peers[address]
 
     def close_idle(self) -> None:
@@ -358,7 +358,7 @@ class PeerPool:
         assert peer.monitor is not None
         for event, value in peer.monitor.take():
             if event == zmq.EVENT_CONNECTED:
-                peer.descriptor, peer.unread = value, UnreadBytes()
+                peer.descriptor, peer.unread = value, UnreadBytes(self._keys is not None)
                 self.check_at = min(self.check_at, time.monotonic() + CHECK_INTERVAL_S)
             elif event == zmq.EVENT_DISCONNECTED:
                 peer.descriptor = -1
@@ -409,8 +409,9 @@ class PeerPool:
         for option, value in {
             zmq.LINGER: 0,
             zmq.MAXMSGSIZE: MAX_FRAME_BYTES,
-            zmq.SNDHWM: _QUEUED_FRAMES,
-            zmq.RCVHWM: _QUEUED_FRAMES,
+            zmq.SNDHWM: _QUEUED_REQUESTS,
+            # No limit, as the server's: libzmq may abort the process. ``lost`` ends who sends more than is read.
+            zmq.RCVHWM: 0,
             # Frames are queued only after a finished handshake: none pile up for a peer that is down, and POLLOUT
             # tells when it is up.
             zmq.IMMEDIATE: 1,
@@ -438,7 +439,7 @@ def _may_have_moved(peer: PeerSocket) -> bool:
 
 
 def _look_at(peer: PeerSocket) -> tuple[bool, int]:
-    """Return whether a peer is silent, and how many bytes it has sent that are no part of a complete reply.
+    """Return whether a peer is silent, and how many bytes it has sent that were not read as complete messages.
 
     It is silent without a connection, or if it has acknowledged nothing since the last check though it should.
     """

@@ -6,7 +6,6 @@ Covers: transfer.control.connections.
 """
 
 import contextlib
-import math
 import os
 import socket
 import time
@@ -136,10 +135,10 @@ def test_a_message_that_never_ends_is_ended(
 def test_complete_messages_count_until_they_are_read() -> None:
     unread = UnreadBytes()
     assert 900_000 < unread.update(1_000_000) < 1_000_000
-    unread.read = 800_000
-    assert 100_000 < unread.update(1_000_000) < 200_000
-    unread.read = math.inf
-    assert unread.update(5_000_000) == 0
+    unread.add_read([bytes(800_000)])
+    assert 190_000 < unread.update(1_000_000) < 200_000
+    unread.add_read([b""] * 50_000)  # 2 bytes each
+    assert 90_000 < unread.update(1_000_000) < 100_000
 
 
 def test_all_connections_together_may_not_bring_too_much_either(start: Start, client: ControlClient) -> None:
