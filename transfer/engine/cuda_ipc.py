@@ -272,7 +272,7 @@ class CudaIpcEngine(TransferEngine):
                 return
             self._closed = True
             links = list(self._links)
-        self._abandoned.shutdown()
+        self._abandoned.shutdown(cancel_futures=True)
         for link in links:
             link.close()
         self.memory.close()
@@ -283,7 +283,7 @@ class CudaIpcEngine(TransferEngine):
 
 
 def _log_failure(name: str, closed: "Future[None]") -> None:
-    if (error := closed.exception()) is not None:
+    if not closed.cancelled() and (error := closed.exception()) is not None:
         logger.error("the memory of %s may stay taken: its link could not be closed", name, exc_info=error)
 
 
@@ -460,13 +460,15 @@ class CudaIpcLink(Link):
         return self._closing.is_set()
 
     def close(self) -> None:
-        """See the contract. Waits for the device, for a second at most; the mapping ends when all copies have."""
+        """See the contract. Waits for the device, a second at most; when all copies have ended, so does the mapping."""
         self._closing.set()
         with self._busy:
             self._is_closed = True
             until, pauses = time.monotonic() + _PATIENCE_S, Pauses()
             while not self.settled and not self._never_settles and time.monotonic() < until:
                 time.sleep(pauses.next_s())
+        if not (self.settled or self._never_settles):
+            self._engine.close_soon(self)
 
     @property
     def settled(self) -> bool:

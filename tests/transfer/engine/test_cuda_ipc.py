@@ -372,6 +372,19 @@ def test_a_number_that_cannot_be_read_in_time_proves_nothing_and_harms_no_caller
     until(lambda: link.settled and not world.mapped, "nothing is mapped")
 
 
+def test_a_peer_whose_number_cannot_be_read_in_time_does_not_stay_mapped(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has the link, so nobody asks whether it has settled."""
+    monkeypatch.setattr(cuda_ipc, "_OPEN_S", 0.01)
+    world.reader.driver.running.clear()
+    with pytest.raises(ReadFailed, match=r"did not prove who it is: .*did not finish within"):
+        world.open()
+    assert world.mapped  # the copy goes on
+    world.reader.driver.running.set()
+    until(lambda: not world.mapped, "nothing is mapped", within_s=5.0)
+
+
 def test_a_link_takes_the_stream_of_one_that_has_settled(world: World) -> None:
     """torch's pool of streams is soon round, and then one of them is the model's."""
     streams = {world.open_and_close().stream for _ in range(40)}
@@ -385,8 +398,8 @@ def test_a_stream_that_may_still_copy_is_not_taken(world: World) -> None:
     with pytest.raises(ReadFailed, match="did not finish within"):
         world.read(link, 0.01)
     link.close()
+    assert link.stream not in world.reader._idle_streams
     world.reader.driver.running.set()
-    assert world.open().stream is not link.stream
     until(lambda: link.settled, "it has ended")
     assert world.open().stream is link.stream
 
