@@ -180,13 +180,9 @@ class ConnectorWorker:
         """
         if self._engine is None:
             return
-        transfers = [role for role in self._roles if role is not self._host]
-        for role in transfers:
-            role.close()
-        self._engine.close()
+        transfers = self._end_transfers(self._engine)
         self._engine.check_settled()
         for role in transfers:
-            role.join()
             role.check_ended()
         if self._host is not None:
             self._host.settle()
@@ -216,7 +212,8 @@ class ConnectorWorker:
                 self._register_host(engine)
                 self._start_roles(engine, caches, reads)
             except BaseException:
-                engine.close()
+                self._end_transfers(engine)
+                self._roles = [self._host] if self._host is not None else []
                 raise
             self._engine, self._caches = engine, caches
             host = self._readable_host(self._host, caches.geometry) if self._host is not None else None
@@ -284,13 +281,7 @@ class ConnectorWorker:
 
     def shutdown(self) -> None:
         """Stop all transfers, unregister the memory, join all threads."""
-        transfers = [role for role in self._roles if role is not self._host]
-        for role in transfers:
-            role.close()
-        if self._engine is not None:
-            self._engine.close()  # ends the reads that the roles' threads wait for
-        for role in transfers:
-            role.join()
+        self._end_transfers(self._engine)
         if self._host is not None:
             self._host.close()  # last: what peers, pulls and the pool read and write until here
             self._host.join()
@@ -301,6 +292,17 @@ class ConnectorWorker:
         self._failures.check_integrity()
         for role in self._roles:
             role.check_integrity()
+
+    def _end_transfers(self, engine: TransferEngine | None) -> list[WorkerRole]:
+        """Close the transfer engine and all roles but host memory; return these roles, whose threads have ended."""
+        transfers = [role for role in self._roles if role is not self._host]
+        for role in transfers:
+            role.close()
+        if engine is not None:
+            engine.close()  # ends the reads that the roles' threads wait for
+        for role in transfers:
+            role.join()
+        return transfers
 
     def _settle_ends(self) -> None:
         for role in self._roles:
@@ -386,7 +388,6 @@ class ConnectorWorker:
 
     def _start_roles(self, engine: TransferEngine, caches: "_RegisteredCaches", reads: RemoteReader | None) -> None:
         config, ranks = self._config, caches.ranks
-        self._roles = [self._host] if self._host is not None else []
         if self._host is not None and config.pool is not None:
             self._roles.append(open_pool_copies(config, self._host, caches.geometry, self._keys, self._stats))
         checksums = self._cache_checksums(caches) if config.verify else None
@@ -472,8 +473,7 @@ class ConnectorWorker:
         return HostPool.open(quota, geometry, tensors, self._stats)
 
     def _cache_checksums(self, caches: "_RegisteredCaches") -> CacheChecksums:
-        in_place_reads = caches.on_host or not caches.tensors
-        read: BlockReader = in_place if in_place_reads else DeviceReader(caches.tensors)
+        read: BlockReader = in_place if caches.on_host or not caches.tensors else DeviceReader(caches.tensors)
         logger.info(
             "PDConnector: rank %d takes checksums for every pull, which costs time (verify)", caches.ranks.index
         )

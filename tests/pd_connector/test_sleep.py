@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -239,6 +240,29 @@ def test_what_is_ordered_while_it_sleeps_fails_and_holds_nobody_up(
         assert (finished, landings) == (set(), {"r": RankEnds(1, failed=True)})
     else:
         assert (finished, failed, landings) == ({"r"}, {"r"}, {})
+    worker.check_integrity()
+    worker.shutdown()
+
+
+def test_a_wake_up_that_fails_leaves_no_roles_behind(
+    start: StartEngine, model: Path, fabric: InProcessFabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else they would carry out what is also reported as failed."""
+    settings: dict[str, Any] = {"peers": ["127.0.0.1:1"]}
+    config = a_config(model, "kv_consumer", **settings)
+    worker = ConnectorWorker(config, CACHES, parse_config(settings), StatsRecorder(), lambda _: InProcessEngine(fabric))
+    worker.register_caches({name: torch.rand(8, 2, BLOCK_TOKENS, 128) for name in LAYERS})
+    worker.unregister_caches()
+    before = threading.active_count()
+    with monkeypatch.context() as patch:
+        patch.setattr(worker_module, "canary_pulls", Mock(side_effect=EngineStartError("the transport refuses it")))
+        with pytest.raises(EngineStartError):
+            worker.restore_caches()
+    assert threading.active_count() == before
+    remote = parse_remote_prefill(start("kv_producer").prefill("r", THEIRS)[1])
+    worker.execute(Orders(prefixes=(an_order("r", remote, (tuple(OURS),)),)))
+    assert worker.take_report().prefixes == {"r": RankEnds(1, failed=True)}
+    worker.restore_caches()
     worker.check_integrity()
     worker.shutdown()
 
