@@ -328,7 +328,8 @@ def canary_pulls(
     caches = context.local
     over_devices = caches.transport == "ascend" and bool(tensors)  # which reads to no host memory
     scratch = Scratch.allocate(caches, tensors[0].device if over_devices else None)
-    context.engine.register(scratch.geometry.regions)
+    if tensors:  # else this pipeline stage has no layers: it pulls nothing, and has no device memory to register
+        context.engine.register(scratch.geometry.regions)
     read = in_place if on_host or not tensors else DeviceReader(tensors)
     formats = plane_formats(caches, kv_caches, context.model.cache_dtype)
     # Whatever is scattered is read descriptor by descriptor: it is little, and read once in an engine's life.

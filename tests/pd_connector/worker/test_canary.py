@@ -334,7 +334,22 @@ def test_the_format_of_a_plane_is_that_of_its_tensor() -> None:
 
 
 def test_the_role_registers_its_memory(site: Site) -> None:
-    role = role_of(site.decode()[0])
+    worker = site.decode()[0]
+    role = role_of(worker)
+    assert set(role._pulls._context.local.regions) <= set(worker.engine.memory.table.regions)
+    role.close()
+    role.join()
+
+
+def test_a_pipeline_stage_without_layers_registers_none(site: Site) -> None:
+    """It would be host memory, which the Ascend transport refuses."""
+    worker = site.decode()[0]
+    before = worker.engine.memory.table.regions
+    geometry = worker.rank.geometry
+    groups = tuple(replace(group, planes=()) for group in geometry.groups)
+    worker.rank.geometry = replace(geometry, groups=groups, regions=(), transport="ascend")
+    role = role_of(worker)
+    assert worker.engine.memory.table.regions == before
     role.close()
     role.join()
 
@@ -368,7 +383,7 @@ def test_canaries_read_the_first_way_which_needs_no_pinned_memory(site: Site) ->
 
 def role_of(worker: DecodeWorker, **changes: Any) -> CanaryPulls:
     """The role of canaries as a worker starts it."""
-    names = sorted(worker.rank.geometry.groups[0].layers)
+    names = sorted({name for group in worker.rank.geometry.groups for name in group.layers})
     caches = {name: torch.zeros(2, dtype=torch.bfloat16) for name in names}
     context = replace(worker.context(), **changes)
     return canary_pulls(context, caches, [*caches.values()], CostModel.of_protocol("tcp"), on_host=True)
