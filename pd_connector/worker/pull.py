@@ -45,6 +45,9 @@ logger = logging.getLogger(__name__)
 #: Pause before P is asked again, if it has answered at once though it was no further: it may serve too many.
 _FOLLOW_PAUSE_S = 0.05
 
+#: Of a reason, which may quote P: its welcome has room for megabytes.
+_REASON_CHARACTERS = 4096
+
 _Reply = TypeVar("_Reply", bound=Reply)
 
 #: How a pull has ended, or that it has failed and is not settled.
@@ -451,7 +454,7 @@ class Pull:
     def _report_failed(self, cause: Cause, reason: str) -> None:
         remote = self.order.remote
         where = Address(remote.remote_host, remote.remote_port)
-        reason = f"pull from engine {remote.remote_engine_id} at {where} failed: {reason}"
+        reason = f"pull from engine {remote.remote_engine_id} at {where} failed: {reason[:_REASON_CHARACTERS]}"
         end = PullEnd(self.order.request_id, cause, reason, restarts=self.prompt.restarts, seconds=self._watch.total())
         unsettled = [read for read in self._held if not read.release()]
         self._end(UnsettledPull(self.order, end, unsettled) if unsettled else end)

@@ -269,6 +269,14 @@ def test_an_engine_with_other_caches_is_incompatible_and_nothing_is_read(
     assert worker.untouched
 
 
+def test_what_a_peer_says_of_its_model_does_not_fill_the_log(site: Site) -> None:
+    prefill = site.prefill(identity=replace(IDENTITY, architecture="x" * 1_000_000))
+    end = pull_once(site, prefill.prefill("r", THEIRS))
+    assert end.cause == "incompatible"
+    assert "architecture is 'LlamaForCausalLM' here and 'xxx" in end.reason
+    assert len(end.reason) < 5000
+
+
 def test_numbers_that_no_engine_can_have_are_incompatible(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not a surprise, after which others would try the same."""
     prefill, (worker, *_) = site.prefill(), site.decode()
