@@ -16,6 +16,7 @@ from transfer.control.connections import (
     CHECK_INTERVAL_S,
     Connection,
     UnreadBytes,
+    bytes_acknowledged_by,
     bytes_received_by,
     connection_of,
     over_limit,
@@ -47,10 +48,16 @@ class AdmissionCounters(msgspec.Struct):
     handshake_failures: int = 0
 
 
+#: What a connection may be sent and not take before further replies are dropped, so that one of any size may always be.
+UNREAD_REPLY_BYTES = 4 * 2**20
+
+
 @dataclass(slots=True)
 class _Connection:
     host: str  # empty if it was gone before we looked
     unread: UnreadBytes
+    sent: int = 0  # bytes of replies, those of waiting requests aside
+    acknowledged: int = 0  # bytes of anything, when we last looked
     is_cut: bool = False  # but libzmq has not noticed yet
 
 
@@ -113,6 +120,19 @@ class Admission:
         connection = self._connections.get(_descriptor(frames[0]))
         if connection is not None:
             connection.unread.add_read(frames)
+
+    def takes_reply(self, frame: zmq.Frame, size: int) -> bool:
+        """Return whether the sender of ``frame`` reads its replies, so that it may be sent one of ``size`` bytes."""
+        connection = self._connections.get(descriptor := _descriptor(frame))
+        if connection is None:
+            return True
+        if connection.sent - connection.acknowledged > UNREAD_REPLY_BYTES:
+            connection.acknowledged = bytes_acknowledged_by(descriptor)
+            connection.sent = max(connection.sent, connection.acknowledged)
+            if 0 < connection.acknowledged < connection.sent - UNREAD_REPLY_BYTES:  # 0: the system does not tell
+                return False
+        connection.sent += size
+        return True
 
     def cut_sender(self, frame: zmq.Frame, reason: str) -> None:
         """Cut the connection that sent ``frame``, a part of a message that no well-behaved client sends."""

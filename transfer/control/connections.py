@@ -96,7 +96,7 @@ class Connection:
     @property
     def bytes_received(self) -> int:
         """Bytes received since the connection was made; 0 if the system does not tell."""
-        return _bytes_received(self._socket)
+        return _count(self._socket, _BYTES_RECEIVED_AT)
 
     @property
     def bytes_acknowledged(self) -> int | None:
@@ -124,20 +124,29 @@ def bytes_received_by(descriptor: int) -> int:
     Much cheaper than ``connection_of``, for thousands of connections. It may be anybody's: before anything is done
     about it, ``connection_of`` must say whose it is.
     """
+    return _count_by(descriptor, _BYTES_RECEIVED_AT)
+
+
+def bytes_acknowledged_by(descriptor: int) -> int:
+    """Return the bytes that the peer of a file descriptor's connection has acknowledged; else as for those received."""
+    return _count_by(descriptor, _BYTES_ACKNOWLEDGED_AT)
+
+
+def _count_by(descriptor: int, at: int) -> int:
     try:  # of a kind that makes Python neither ask nor set anything
         looked_at = sockets.socket(sockets.AF_INET, sockets.SOCK_STREAM | sockets.SOCK_NONBLOCK, 0, fileno=descriptor)
     except OSError:
         return 0
     try:
-        return _bytes_received(looked_at)
+        return _count(looked_at, at)
     finally:
         looked_at.detach()  # libzmq closes it
 
 
-def _bytes_received(connection: sockets.socket) -> int:
+def _count(connection: sockets.socket, at: int) -> int:
     try:
         info = connection.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, _BYTES_RECEIVED_AT + _BYTES.size)
-        return int(_BYTES.unpack_from(info, _BYTES_RECEIVED_AT)[0])
+        return int(_BYTES.unpack_from(info, at)[0])
     except (OSError, struct.error):  # no connection, or a system that does not tell
         return 0
 

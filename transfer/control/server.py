@@ -275,8 +275,12 @@ class ControlServer:
                 self._drop_endless(socket, admission, frames[-1])
                 continue
             answer = self._answer(peer.bytes, frames, _sender(frames[0]))
-            if answer is not None:
+            if answer is None:
+                continue
+            if admission.takes_reply(frames[0], len(answer)):
                 self._send(socket, peer.bytes, answer)
+            else:  # it will ask again
+                self.counters.replies_dropped += 1
 
     def _serve_waiting(self, socket: zmq.Socket[bytes]) -> None:
         """Answer the requests that have waited for what is there now, or for long enough."""

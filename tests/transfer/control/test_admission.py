@@ -185,6 +185,25 @@ def test_a_connection_that_brings_complete_messages_may_bring_any_number_of_byte
     assert server.counters.admission.connections_cut == 0
 
 
+def test_replies_that_nobody_reads_are_dropped_and_those_of_one_who_reads_are_not(
+    start: Start, handler: Handler
+) -> None:
+    """The first of 1 MB each fill the kernel's buffers, of both ends."""
+    handler.answer = lambda request: Error(ErrorCode.UNKNOWN_ENGINE, "x" * 1_000_000)
+    server = start()
+    with zmtp.connect(server.port) as deaf, dealer(server, "127.0.0.3") as reading:
+        deaf.sendall(zmtp.greeting() + zmtp.ready())
+        zmtp.await_ready(deaf)
+        deaf.sendall(100 * zmtp.frame(encode(7, HELLO)))
+        until(lambda: server.counters.requests == 100)
+        dropped = server.counters.replies_dropped
+        assert dropped > 50
+        for _ in range(20):
+            reading.send(encode(8, HELLO))
+            assert reading.recv()
+        assert server.counters.replies_dropped == dropped
+
+
 def test_a_connection_that_never_reads_is_closed(
     start: Start, handler: Handler, client: ControlClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
