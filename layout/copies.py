@@ -38,6 +38,11 @@ class Copies:
         """Total bytes of all descriptors."""
         return int(self.sizes.sum())
 
+    def check_sizes(self) -> None:
+        """Raise ValueError if a size is negative."""
+        if len(self) and self.sizes[index := int(self.sizes.argmin())] < 0:
+            raise ValueError(f"copy {index} of {len(self)} has a negative size: {int(self.sizes[index])} bytes")
+
 
 EMPTY = Copies(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int64))
 

@@ -249,7 +249,8 @@ class NativeEngine:
         self._options = options
         self._is_lent = lend is not None
         new = load(options)  # also sets the environment
-        self._link_s = link_s(os.environ, options.connect_timeout_s) if options.protocol == "ascend" else 0.0
+        #: For how long the first read of a peer may make the link. 0 where ``exchange_metadata`` does, or nothing.
+        self.link_s = link_s(os.environ, options.connect_timeout_s) if options.protocol == "ascend" else 0.0
         try:
             self._engine: Any = new() if lend is None else lend(options.host)
         except RuntimeError as error:
@@ -290,11 +291,6 @@ class NativeEngine:
     def address(self) -> str:
         """Where peers reach this engine: ``host:port``, the host in brackets if it is an IPv6 address."""
         return str(Address(self._options.host, self._port))
-
-    @property
-    def link_s(self) -> float:
-        """For how long the first read of a peer may make the link. 0 where ``exchange_metadata`` does, or nothing."""
-        return self._link_s
 
     def refusal(self, address: str) -> str:
         """Return why this engine can never reach a peer at ``address``, empty if it may."""

@@ -55,7 +55,7 @@ class HostCopies:
 
         ``pool`` is the memory of the slots, in use until ``close`` has returned.
         """
-        self._layout = layout
+        self.layout = layout  # where a block lies in a slot
         self._pool = pool
         self._store_copier = stores
         self._load_copier = loads
@@ -65,20 +65,15 @@ class HostCopies:
         self._loads: dict[str, _InFlight] = {}
         self._stores: dict[int, _InFlight] = {}
 
-    @property
-    def layout(self) -> HostLayout:
-        """Where a block lies in a slot."""
-        return self._layout
-
     def load(self, order: LoadOrder) -> None:
         """Start a load; ``take_loads`` reports its end. The model may have used the destinations until now."""
         assert order.request_id not in self._loads, f"request {order.request_id} is being loaded"
-        self._loads[order.request_id] = self._submit(self._layout.loads, self._load_copier, order)
+        self._loads[order.request_id] = self._submit(self.layout.loads, self._load_copier, order)
 
     def store(self, order: StoreOrder) -> None:
         """Start a store of blocks that earlier steps have computed; ``take_stores`` reports its end."""
         assert order.store_id not in self._stores, f"store {order.store_id} is under way"
-        self._stores[order.store_id] = self._submit(self._layout.stores, self._store_copier, order)
+        self._stores[order.store_id] = self._submit(self.layout.stores, self._store_copier, order)
 
     def take_loads(self) -> dict[str, CopyEnd]:
         """Return the loads that have ended since the last call, by request id.

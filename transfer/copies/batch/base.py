@@ -66,13 +66,9 @@ class Handle:
     def __init__(self) -> None:
         self._begun = ThreadEvent()  # set once the copier's thread has set the attributes below
         self._end: DeviceEvent | None = None  # None: nothing is in flight
-        self._ended_at: float | None = None
+        #: When the last byte landed, by ``time.monotonic``; on a device, the first ``query`` after that.
+        self.ended_at: float | None = None
         self._failure: CopyFailed | None = None
-
-    @property
-    def ended_at(self) -> float | None:
-        """When the last byte landed, by ``time.monotonic``; on a device, the first ``query`` after that."""
-        return self._ended_at
 
     def query(self) -> bool:
         """Return whether every byte has landed. Never blocks.
@@ -92,7 +88,7 @@ class Handle:
             except Exception as error:
                 self._failure = CopyFailed(f"the device failed while the batch was under way: {error}", settled=False)
                 raise self._failure from error
-            self._ended_at = time.monotonic()
+            self.ended_at = time.monotonic()
             self._end = None
         return True
 
@@ -114,7 +110,7 @@ class Handle:
     def begun(self, end: DeviceEvent | None) -> None:
         """Record that the batch has been started and ends at ``end``, None if it has ended. For the copier."""
         self._end = end
-        self._ended_at = time.monotonic() if end is None else None
+        self.ended_at = time.monotonic() if end is None else None
         self._begun.set()
 
     def failed(self, failure: CopyFailed) -> None:

@@ -55,9 +55,7 @@ class BatchCopier:
             ValueError: a size is negative. Nothing was started.
             CopyFailed: the copier is closed.
         """
-        if len(copies) and int(copies.sizes.min()) < 0:
-            index = int(copies.sizes.argmin())
-            raise ValueError(f"copy {index} of {len(copies)} has a negative size: {int(copies.sizes[index])} bytes")
+        copies.check_sizes()
         handle = Handle()
         with self._submitting:
             if self._closing.is_set():

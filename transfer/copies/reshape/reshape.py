@@ -82,9 +82,7 @@ def run_copies(copies: Copies) -> None:
     Raises:
         ValueError: a size is negative. Nothing was copied.
     """
-    if len(copies) and int(copies.sizes.min()) < 0:
-        index = int(copies.sizes.argmin())
-        raise ValueError(f"copy {index} of {len(copies)} has a negative size: {int(copies.sizes[index])} bytes")
+    copies.check_sizes()
     _kernel(*(np.ascontiguousarray(a, np.int64) for a in (copies.destinations, copies.sources, copies.sizes)))
 
 

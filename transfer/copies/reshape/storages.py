@@ -29,9 +29,7 @@ class StorageTable:
 
     def checked(self, copies: Copies) -> Copies:
         """Return the runs that are not empty; raise unless all lie in the storages."""
-        if len(copies) and int(copies.sizes.min()) < 0:
-            index = int(copies.sizes.argmin())
-            raise ValueError(f"copy {index} of {len(copies)} has a negative size: {int(copies.sizes[index])} bytes")
+        copies.check_sizes()
         copies = copies[copies.sizes > 0]
         for what, addresses in (("destination", copies.destinations), ("source", copies.sources)):
             outside = self.table.outside(addresses, copies.sizes)

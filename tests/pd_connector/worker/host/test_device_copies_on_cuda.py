@@ -118,7 +118,7 @@ def test_a_layout_that_leads_out_of_the_caches_or_the_slots_never_reaches_the_dr
     """It takes an address that it does not know for host memory, and the process would end."""
     far, (group,) = 1 << 40, worker.copies.layout.groups
     for moved in (replace(group, starts=group.starts + far), replace(group, offsets=group.offsets + far)):
-        with patch.object(worker.copies, "_layout", replace(worker.copies.layout, groups=(moved,))):
+        with patch.object(worker.copies, "layout", replace(worker.copies.layout, groups=(moved,))):
             worker.store((1, 0))
             end, ends = worker.ended(worker.copies.take_stores)
             assert "outside the memory" in end.failure
