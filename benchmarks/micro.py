@@ -330,7 +330,7 @@ def finding(rounds: int) -> Figures:
     client = ControlClient()
     seconds: list[tuple[float, ...]] = []
     with _as_in_vllm():
-        manager, hashes = _manager(tokens, 2 * FOUND_BLOCKS, tokens + 64), _hashes("sha256_cbor")
+        manager, hashes = _manager(tokens, 3 * FOUND_BLOCKS, tokens + 64), _hashes("sha256_cbor")
         blocks.bind(manager)
         holder = _Holder(tokens, hashes)
         peers = PeerPrefixes(

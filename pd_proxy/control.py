@@ -24,8 +24,9 @@ _MARK = "remote_attempt"
 _IN_TURN_S = 300.0
 #: For which one control address must be told alone to be that of a single engine.
 _ONE_S = 300.0
-#: How long the number of a server's ranks is believed, and a rank that no server has: vLLM's refusal tells the number.
-_RANKS_S, _NO_RANK = 300.0, 65535
+#: A rank that no server has: vLLM's refusal tells how many there are. How long that number is believed, and after how
+#: long another request asks if the one that asked was told none.
+NO_RANK, _RANKS_S, _ASK_AGAIN_S = 65535, 300.0, 30.0
 #: How long a rank is tried last whose address did not serve: if it has died, vLLM ends all of the server within 8 s.
 _SKIP_S = 10.0
 
@@ -97,8 +98,8 @@ class ControlAddresses:
         if not by_rank or not (whole.several or whole.ranks):
             return whole
         if now >= whole.counted_until:
-            whole.counted_until = now + _RANKS_S
-            return Engine(server, _NO_RANK)
+            whole.counted_until = now + _ASK_AGAIN_S
+            return Engine(server, NO_RANK)
         chosen = min(whole.ranks, key=lambda it: (it.last_chosen > now, it.in_flight, it.last_chosen), default=whole)
         chosen.last_chosen = now
         return chosen
@@ -108,6 +109,7 @@ class ControlAddresses:
         whole, number = self._whole(server), number if number > 1 else 0
         if number != len(whole.ranks):
             logger.info("prefill server %s has %d data-parallel ranks to choose from", whole, number)
+        whole.counted_until = self._clock() + _RANKS_S
         whole.ranks = whole.ranks[:number] + [Engine(server, rank) for rank in range(len(whole.ranks), number)]
         return whole
 
@@ -116,6 +118,8 @@ class ControlAddresses:
         url, address = engine.server.url, address_in(transfer)
         (self._cutting.add if transfer.get("prompt_is_cut") is True else self._cutting.discard)(url)
         self._doubted.discard(url)
+        if engine.rank == NO_RANK:  # the header chooses nothing there
+            self.count(engine.server, 0)
         if address is None:
             self.forget(engine.server)
             return
@@ -124,13 +128,14 @@ class ControlAddresses:
                 engine.before.clear()
                 engine.several = False
             return
-        engine.since = self._clock()
+        engine.since, news = self._clock(), ""
         if address in engine.before and not engine.several:
-            engine.several = True
-            logger.info("prefill server %s answers from several control addresses: its legs go in turn", engine)
+            engine.several, news = True, "answers from several control addresses: its legs go in turn"
         elif engine.now is not None and not engine.several:
             engine.before.add(engine.now)
-            logger.info("prefill server %s has a new control address, %s", engine, address)
+            news = f"has a new control address, {address}"
+        if news and not engine.ranks:
+            logger.info("prefill server %s %s", engine, news)
         engine.now = address
 
     def forget(self, server: Server, *, is_sure: bool = True) -> None:

@@ -8,15 +8,16 @@ from typing import NoReturn
 
 from pd_proxy import headers as passed
 from pd_proxy.apis import Api, Body, encoded
-from pd_proxy.control import Engine
+from pd_proxy.control import NO_RANK, Engine
 from pd_proxy.error_answers import LegFailed, LegRefused, NothingHandedOver, Retry, is_error, retry_of
 from pd_proxy.http_client import Client
 from pd_proxy.parameters import prefill_body
 from pd_proxy.servers import Answer
 from pd_proxy.upstream import Upstream
 
-#: With what vLLM refuses a request whose header names a rank that the server has not.
-_RANKS = re.compile(rb"data_parallel_rank \d+ is out of range \[0, (\d{1,4})\)")
+#: With what vLLM refuses a request whose header names a rank that the server has not (0.23 with 500, of messages). A
+#: client's own words are nowhere the beginning of a message.
+_RANKS = re.compile(rb'"message": ?"data_parallel_rank \d+ is out of range \[0, (\d{1,4})\)')
 
 
 async def run_prefill(
@@ -38,8 +39,7 @@ async def run_prefill(
         NothingHandedOver: that answer is one without ``kv_transfer_params``.
         LegRefused: it answered with an error.
     """
-    record = client.record
-    server = engine.server
+    record, server = client.record, engine.server
     record.prefill_url = server.url
     started = time.monotonic()
     record.prefill_s, record.prefill_at = None, started
@@ -53,10 +53,12 @@ async def run_prefill(
             text = await answer.read()
         leg.answered(answer.status)
     record.prefill_s = time.monotonic() - started
-    if engine.rank is not None and answer.status == HTTPStatus.BAD_REQUEST and (told := _RANKS.search(text)):
-        whole = upstream.control.count(server, int(told[1]))
-        return await run_prefill(upstream, client, whole, body, transfer_id, used=used)
     if answer.status != HTTPStatus.OK:
+        told, control = None if engine.rank is None else _RANKS.search(text), upstream.control
+        # In whatever words a rank that was none is refused, the client has not named it. A 5xx may be of the prompt.
+        if told is not None or (engine.rank == NO_RANK and answer.status < HTTPStatus.INTERNAL_SERVER_ERROR):
+            whole = control.choose(server, by_rank=False) if told is None else control.count(server, int(told[1]))
+            return await run_prefill(upstream, client, whole, body, transfer_id, used=used)
         _refuse(answer, text, record.identity)
     try:
         checked = checked_answer(upstream.api, answer.url, text)

@@ -280,7 +280,7 @@ def _warn_of_another_draft(here: ModelIdentity, there: ModelIdentity, address: P
         logger.warning(
             "PDConnector: %s drafts tokens by another model than this engine (%s there, %s here): its draft layers are "
             "pulled and mean nothing to those here, so that fewer drafts are accepted. Start both with the same model "
-            "in --speculative-config", address, there.draft_digest, here.draft_digest,
+            "in --speculative-config", address, there.draft_digest[:64], here.draft_digest,
         )  # fmt: skip
 
 

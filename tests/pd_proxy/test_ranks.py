@@ -36,6 +36,7 @@ class DataParallel:
         """``takes_rank``: whether it looks at the header."""
         self.ranks = ranks
         self.first_port = FIRST_PORT
+        self.refusal = 400  # the status for a rank that is not there
         self.silent: set[int] = set()
         self.chosen: list[int] = []
         self._takes_rank = takes_rank
@@ -47,7 +48,7 @@ class DataParallel:
         rank = next(self._balance) % self.ranks if named is None else int(named)
         if rank >= self.ranks:
             told = f"data_parallel_rank {rank} is out of range [0, {self.ranks})."
-            await wire.json(400, {"error": {"message": told, "type": "BadRequestError", "code": 400}})
+            await wire.json(self.refusal, {"error": {"message": told, "type": "BadRequestError", "code": self.refusal}})
             return
         self.chosen.append(rank)
         if rank in self.silent:
@@ -124,6 +125,30 @@ def test_the_rank_with_the_fewest_requests_in_flight_gets_the_next(
     engines.silent = set()
     assert [known.complete().status_code for _ in range(2)] == [200] * 2
     assert engines.chosen[4:] == [0, 1]
+
+
+def test_vllm_023_refuses_a_rank_of_messages_with_status_500(
+    proxy: Proxy, p: FakeServer, engines: DataParallel
+) -> None:
+    engines.refusal = 500
+    asked = [proxy.http.post("/v1/messages", json={"messages": []}).status_code for _ in range(INTRODUCTIONS)]
+    assert asked == [200] * INTRODUCTIONS
+    assert [one.headers.get("x-data-parallel-rank") for one in p.received][-2:] == ["0", "1"]
+
+
+def test_a_rank_that_is_refused_in_other_words_is_no_clients_error(proxy: Proxy, p: FakeServer) -> None:
+    """Nor does a client's own text, in an error, tell how many ranks there are."""
+
+    async def refuses(received: Received, wire: Wire) -> None:
+        if "x-data-parallel-rank" in received.headers:
+            await wire.json(400, {"error": {"message": "'data_parallel_rank 1 is out of range [0, 9)' is no number"}})
+        else:
+            await balanced(received, wire)
+
+    balanced, p.script = DataParallel(2), refuses
+    assert [proxy.complete().status_code for _ in range(8)] == [200] * 8
+    named = [one.headers.get("x-data-parallel-rank") for one in p.received]
+    assert named == [None, None, None, "65535", *[None] * 5]
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])

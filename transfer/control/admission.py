@@ -121,18 +121,24 @@ class Admission:
         if connection is not None:
             connection.unread.add_read(frames)
 
-    def takes_reply(self, frame: zmq.Frame, size: int) -> bool:
-        """Return whether the sender of ``frame`` reads its replies, so that it may be sent one of ``size`` bytes."""
+    def takes_reply(self, frame: zmq.Frame) -> bool:
+        """Return whether the sender of ``frame`` reads its replies, so that it may be sent one more."""
         connection = self._connections.get(descriptor := _descriptor(frame))
-        if connection is None:
+        if connection is None or connection.sent - connection.acknowledged <= UNREAD_REPLY_BYTES:
             return True
-        if connection.sent - connection.acknowledged > UNREAD_REPLY_BYTES:
-            connection.acknowledged = bytes_acknowledged_by(descriptor)
-            connection.sent = max(connection.sent, connection.acknowledged)
-            if 0 < connection.acknowledged < connection.sent - UNREAD_REPLY_BYTES:  # 0: the system does not tell
-                return False
-        connection.sent += size
-        return True
+        connection.acknowledged = bytes_acknowledged_by(descriptor)
+        connection.sent = max(connection.sent, connection.acknowledged)
+        # 0: the system does not tell
+        return not 0 < connection.acknowledged < connection.sent - UNREAD_REPLY_BYTES
+
+    def reply_sent(self, frame: zmq.Frame, size: int) -> None:
+        """Record that the sender of ``frame`` is sent a reply. Not of one that was dropped: it is never acknowledged.
+
+        The sender may have left, and its number be that of another connection.
+        """
+        connection = self._connections.get(_descriptor(frame))
+        if connection is not None:
+            connection.sent += size
 
     def cut_sender(self, frame: zmq.Frame, reason: str) -> None:
         """Cut the connection that sent ``frame``, a part of a message that no well-behaved client sends."""

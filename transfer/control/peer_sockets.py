@@ -28,7 +28,7 @@ from transfer.peers import Address, AllowedPeers, no_route, parse_ip
 _QUEUED_REQUESTS = 64  # per peer, in libzmq
 _SOCKETS_PER_PEER = 3  # its own and the two ends of its monitor
 # What all peers may have sent and this client not read: one reply always may. Frames of 2 bytes take 64 of memory.
-_UNREAD_BYTES = MAX_FRAME_BYTES + 2**20
+_UNREAD_BYTES = MAX_FRAME_BYTES + 2**23
 
 _EVENTS = (
     zmq.EVENT_CONNECTED

@@ -277,10 +277,11 @@ class ControlServer:
             answer = self._answer(peer.bytes, frames, _sender(frames[0]))
             if answer is None:
                 continue
-            if admission.takes_reply(frames[0], len(answer)):
-                self._send(socket, peer.bytes, answer)
-            else:  # it will ask again
+            if not admission.takes_reply(frames[0]):  # it will ask again
                 self.counters.replies_dropped += 1
+                self._warnings.warn("unread", f"{_sender(frames[0])} does not read its replies: one was dropped")
+            elif self._send(socket, peer.bytes, answer):
+                admission.reply_sent(frames[0], len(answer))
 
     def _serve_waiting(self, socket: zmq.Socket[bytes]) -> None:
         """Answer the requests that have waited for what is there now, or for long enough."""
@@ -298,11 +299,14 @@ class ControlServer:
         while frame.more:
             frame = socket.recv(zmq.NOBLOCK, copy=False)
 
-    def _send(self, socket: zmq.Socket[bytes], peer: bytes, answer: bytes) -> None:
+    def _send(self, socket: zmq.Socket[bytes], peer: bytes, answer: bytes) -> bool:
+        """Send an answer; return False if that is not possible now."""
         try:
             socket.send_multipart([peer, answer], zmq.NOBLOCK)
         except zmq.ZMQError:  # it has left (EHOSTUNREACH) or its queue is full (EAGAIN); it will ask again
             self.counters.replies_dropped += 1
+            return False
+        return True
 
     def _answer(self, peer: bytes, frames: list[zmq.Frame], sender: str) -> bytes | None:
         """Return the frame to send back; None if there is none yet, or the message id of the request is unknown."""

@@ -89,6 +89,7 @@ class _Pulling:
     give_up_at: float
     blocks: "Mapping[int, tuple[int, HeldBlocks]]"  # by cache group: the first entry of the table, and what is there
     before: HeldBlocks  # that hold what it extends
+    beside: int  # blocks that its request needs besides, if it is computed meanwhile
     ends: RankEnds
     is_wanted: bool = True  # its contents are valid
     is_late: bool = False  # its request was computed
@@ -428,7 +429,8 @@ class PeerPrefixes(SchedulerRole):
         evictable = sum(not block.ref_cnt for block in before)
         # A pull that is late keeps its blocks until its reads have ended, and the request is computed beside them.
         beside = blocks_for(self._groups, request.num_tokens) - len(before)
-        if standing is not Standing.PROVEN or not self._blocks.has_spare(number + evictable + beside):
+        most = max((each.beside for each in self._pulling.values()), default=0)  # if these are late, too: in turn
+        if standing is not Standing.PROVEN or not self._blocks.has_spare(number + evictable + max(beside, most)):
             self.counts["prefixes", "unproven" if standing is not Standing.PROVEN else "full"] += 1
             self._renewals.cancel(remote)
             return False
@@ -446,7 +448,7 @@ class PeerPrefixes(SchedulerRole):
         self._renewals.keep(pull_id, remote)  # the pull may take longer than the lease lives
         self._renewals.start_reading(pull_id)
         pulling = _Pulling(
-            pull_id, request, remote, asking.first, end, asking.key, give_up_at, blocks, before, RankEnds(0)
+            pull_id, request, remote, asking.first, end, asking.key, give_up_at, blocks, before, beside, RankEnds(0)
         )
         self._pulling[pull_id] = self._waiting[request.request_id] = pulling
         self._queue.begin(pulling)

@@ -332,10 +332,11 @@ class SharedPool(SchedulerRole):
             self.counts["pool_prompts", "nothing"] += 1
             self._forget(key for of_group in asking.keys.values() for key in of_group)
             return False
-        if self._rests():
+        give_up_at = self._rate.deadline_of(asking.request.request_id, tokens - asking.least)
+        if self._rests() or now >= give_up_at:
             self.counts["pool_prompts", "late"] += 1
             return False
-        return self._begin_fetch(asking, tokens)
+        return self._begin_fetch(asking, tokens, give_up_at)
 
     def _forget(self, keys: "Iterable[BlockHashWithGroupId]") -> None:
         """Note that the pool has lost blocks: they may be put again."""
@@ -357,7 +358,7 @@ class SharedPool(SchedulerRole):
 
     # Fetching
 
-    def _begin_fetch(self, asking: _Asking, end: int) -> bool:
+    def _begin_fetch(self, asking: _Asking, end: int, give_up_at: float) -> bool:
         """Fetch what host memory lacks; return whether the request is to wait for it."""
         request = asking.request
         entries, keys = [], []
@@ -375,7 +376,6 @@ class SharedPool(SchedulerRole):
             self.counts["pool_prompts", "full" if entries else "nothing"] += 1
             return False
         takes_s = self._rate.seconds_for(end - asking.least)
-        give_up_at = self._rate.deadline_of(request.request_id, end - asking.least)
         fetch = _Fetch(
             request, asking.first, asking.least, asking.key, give_up_at, takes_s, tuple(entries), tuple(keys), hosts,
             before, PoolEnds(0),

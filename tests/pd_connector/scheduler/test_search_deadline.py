@@ -176,6 +176,21 @@ def test_nor_if_it_waits_behind_others_before(world: World, is_same: bool) -> No
     settle(world, holder, engine)
 
 
+def test_a_look_up_that_is_answered_at_the_deadline_begins_no_fetch(world: World) -> None:
+    fill_pool(world, FIRST)
+    engine = an_engine(world)
+    look_up_late(world, engine, 0.3)
+    asked, pool = ClientRequest("r", [*FIRST, 1], 1), engine.role_of(SharedPool)
+    engine.ask(asked)
+    go_on(world, engine)
+    engine.side._rate._left_s = dict.fromkeys(pool._asking, 0.0)
+    for _ in range(40):
+        go_on(world, engine)
+        assert not pool._fetches
+    assert asked.ended
+    assert engine.counts["pool_prompts: late"] == 1
+
+
 def test_many_peers_cost_no_more_than_one(world: World) -> None:
     holders = [a_holder(world) for _ in range(4)]
     for number, holder in enumerate(holders):

@@ -65,6 +65,23 @@ def test_a_request_whose_pull_is_late_has_the_blocks_to_be_computed_meanwhile(wo
         assert world.clock.now < began + 3.0, finder.state
 
 
+def test_of_several_requests_whose_pulls_are_late_each_can_be_computed(world: World) -> None:
+    """In turn: there is room for the longest of them beside all pulls."""
+    holder = a_holder(world, blocks=200)
+    finder = asker(world, holder, blocks=101, pull_s=15.0)
+    prompts = [list(range(start, start + tokens)) for start, tokens in ((0, 480), (1000, 480), (2000, 240))]
+    for prompt in prompts:
+        hold(world, holder, prompt)
+    requests = [ClientRequest(f"r{number}", [*prompt, 1], 1) for number, prompt in enumerate(prompts)]
+    began = world.clock.now
+    for request in requests:
+        finder.ask(request)
+    while not all(request.ended for request in requests):
+        world.step()
+        assert world.clock.now < began + 6.0, finder.state
+    assert finder.counts["prefixes: full"] == 1
+
+
 def test_a_pull_that_takes_longer_than_a_lease_lives_keeps_its_lease(world: World) -> None:
     holder = a_holder(world)
     finder = asker(world, holder, pull_s=50.0)
