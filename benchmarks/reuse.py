@@ -114,6 +114,7 @@ def measure(
         figures[way] = {
             "first_token_ms": [ms for ms, _ in medians],
             "computed_tokens": [tokens for _, tokens in medians],
+            "most_computed_tokens": [max(turn) for turn in zip(*(each.computed for each in taken), strict=True)],
         }
     print("median first token in ms, and prompt tokens that P computed, by turn")
     for way in ways:
@@ -146,9 +147,9 @@ def conversations(arguments: argparse.Namespace) -> Figures:
     later = {way: statistics.median(each["first_token_ms"][1:]) for way, each in figures.items()}
     ratios = {way: later[FOUND] / later[way] for way in ways if way != FOUND}
     told = ", ".join(f"{ratio:.2f} of {way}" for way, ratio in ratios.items())
-    most = max(figures[FOUND]["computed_tokens"][1:])
-    print(f"from turn 2 on, {FOUND}: first token {told}; P computes at most {most:.0f}, a question and a block are "
-          f"{QUESTION + BLOCK_TOKENS}")  # fmt: skip
+    median, most = (max(figures[FOUND][of][1:]) for of in ("computed_tokens", "most_computed_tokens"))
+    print(f"from turn 2 on, {FOUND}: first token {told}; P computes at most {most:.0f}, {median:.0f} as medians of "
+          f"conversations; a question and a block are {QUESTION + BLOCK_TOKENS}")  # fmt: skip
     return {"by_turn": figures, "first_token_ratio": ratios, "sizes": {"question": QUESTION, "answer": ANSWER}}
 
 
@@ -186,9 +187,11 @@ def no_hit(arguments: argparse.Namespace) -> Figures:
                 found = send(pairs[name])
                 taken[name].extend([found] if number else ())  # the first of each is not counted
         asked = {name: counted(pairs[name].prefill, "vllm:pd_prefixes_total", event="asked") for name in (PEERS, POOL)}
-    figures: Figures = {"asked": asked}
+        of_pool = counted(pairs[POOL].prefill, "vllm:pd_pool_prompts_total", event="asked")
+    figures: Figures = {"asked": asked, "pool_asked": of_pool}
     told = ", ".join(f"{number:.0f} by {name}" for name, number in asked.items())
-    print(f"beside {OFF}: median, and least and most of {arguments.alternations}; D was asked for {told}")
+    print(f"beside {OFF}: median, and least and most of {arguments.alternations}; D was asked for {told}, "
+          f"the pool for {of_pool:.0f}")  # fmt: skip
     for figure in ("first_token_ms", "tokens_per_s"):
         values = {name: [each[figure] for each in found] for name, found in taken.items()}
         figures[figure] = {"median": {name: statistics.median(each) for name, each in values.items()}}
