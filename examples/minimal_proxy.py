@@ -94,7 +94,7 @@ class Completions:
         work.cancel_scope.cancel()
 
     async def _prefill_leg(self, request: Request, body: Any, headers: httpx.Headers) -> Any:
-        async with self._sent(self._prefill + request.url.path, body, headers) as p:
+        async with self._sent(self._prefill + request.scope["path"], body, headers) as p:
             await p.aread()
         if p.status_code != 200:
             raise HTTPException(p.status_code, p.text, {"content-type": p.headers.get("content-type", "text/plain")})
@@ -104,7 +104,7 @@ class Completions:
             raise HTTPException(502, "no kv_transfer_params from P: is its kv_role kv_producer?") from fault
 
     async def _decode_leg(self, request: Request, body: Any, headers: httpx.Headers, send: Send) -> None:
-        async with self._sent(self._decode + request.url.path, body, headers) as d:
+        async with self._sent(self._decode + request.scope["path"], body, headers) as d:
             pieces = d.aiter_raw()
             piece = await anext(pieces, b"")  # vLLM says 200 before it computes: passed on when there is a byte
             kind = d.headers.get("content-type", "application/json").encode()
@@ -146,7 +146,8 @@ async def _main() -> None:
     async with httpx.AsyncClient(limits=limits, timeout=timeout, headers=plain, trust_env=False) as http:
         endpoint = Completions(http, options.prefill, options.decode, options.control)
         routes = [Route(f"/v1/{name}", endpoint, methods=["POST"]) for name in ("completions", "chat/completions")]
-        config = uvicorn.Config(Starlette(routes=routes), options.host, options.port, timeout_graceful_shutdown=2)
+        app = Starlette(routes=routes)  # by h11: httptools loses the body of a request that offers ``Upgrade: h2c``
+        config = uvicorn.Config(app, options.host, options.port, http="h11", timeout_graceful_shutdown=2)
         await uvicorn.Server(config).serve()
 
 

@@ -120,6 +120,6 @@ def _http_error(request: Request, error: Exception) -> Response:
     status, detail = HTTPStatus(error.status_code), error.detail
     if status == HTTPStatus.NOT_FOUND:
         detail = "the proxy does not serve this path; started with --relay PATH, it sends it to a decode server"
-    response = error_response(status, f"{request.method} {request.url.path}: {detail}")
+    response = error_response(status, f"{request.method} {request.scope['path']}: {detail}")
     response.headers.update(error.headers or {})
     return response

@@ -29,8 +29,9 @@ from pd_proxy.headers import HeaderList
 
 logger = logging.getLogger(__name__)
 
-#: How long what a server has said of its model is believed, and how long a request waits for it before its legs.
-_ROOM_S, _ROOM_WAIT_S = 60.0, 5.0
+#: How long what a server has said of its model is believed, after how long another request asks if the one that asked
+#: was told nothing (its client may have left, or had no key), and how long one waits for it before its legs.
+_ROOM_S, _ROOM_AGAIN_S, _ROOM_WAIT_S = 60.0, 1.0, 5.0
 #: How vLLM's metrics say that no request finds what another has computed.
 _NO_PREFIX_CACHE = re.compile(rb'^vllm:cache_config_info\{.*enable_prefix_caching="False"', re.MULTILINE)
 #: So many failures in a row put a server last. One that fails at once has few requests in flight, and would get all.
@@ -103,8 +104,7 @@ class Servers:
         self._skip_s = skip_s
         self._room: int | None = None
         self._room_until = 0.0  # monotonic seconds
-        self._shares = True
-        self._shares_until = 0.0  # monotonic seconds
+        self._shares, self._shares_until = True, 0.0  # monotonic seconds
 
     def in_order(self, failed: str = "") -> list[Server]:
         """Return all servers, the one to ask first at the beginning, and at the end the one that has just failed."""
@@ -124,11 +124,12 @@ class Servers:
     async def room(self, headers: HeaderList) -> int | None:
         """Return how many tokens a prompt and its answer may have, by what one server says; None: it is not known."""
         if time.monotonic() > self._room_until:
-            self._room_until = time.monotonic() + _ROOM_S  # also if nobody answers: others do not ask meanwhile
+            self._room_until = time.monotonic() + _ROOM_AGAIN_S
             with suppress(LegFailed, TimeoutError, LookupError, ValueError, TypeError, AttributeError):
                 async with asyncio.timeout(_ROOM_WAIT_S), self.request("GET", "/v1/models", headers) as answer:
                     models = json.loads(await answer.read())["data"]
                     self._room = min(room for model in models if (room := model.get("max_model_len")))
+                    self._room_until = time.monotonic() + _ROOM_S
         return self._room
 
     async def shares_prompts(self, headers: HeaderList) -> bool:

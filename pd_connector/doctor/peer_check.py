@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from layout.compatibility import check_transports
 from layout.conversion import physical_order
 from layout.geometry import WorkerGeometry
-from layout.scratch import STATES, blocks_holding, scratch_bytes, scratch_geometry
+from layout.scratch import blocks_holding, scratch_bytes, scratch_geometry
 from pd_connector.config import ConnectorConfig
 from pd_connector.doctor.findings import Check, CheckFailed, CheckSkipped
 from pd_connector.doctor.http import HttpServer
@@ -248,7 +248,7 @@ class _DecodeWorkers:
 
     def _scratch(self, worker: WorkerGeometry, tokens: int) -> WorkerGeometry:
         """Return dense caches like a rank's, of so many blocks as ``tokens`` take, with this side's transfer engine."""
-        blocks = [STATES if group.states else blocks_holding(tokens, group.block_tokens) for group in worker.groups]
+        blocks = [blocks_holding(tokens, group.block_tokens) for group in worker.groups]
         engine = self._engine
         memory = HostMemory(max(scratch_bytes(worker, blocks), 1))
         memory.allocate()

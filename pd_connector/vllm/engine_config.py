@@ -114,6 +114,14 @@ def check_supported(vllm_config: "VllmConfig") -> None:
             "enable_return_routed_experts: the experts of tokens that are pulled, or loaded from host memory, are not "
             "known to this engine; start without --enable-return-routed-experts, or without PDConnector"
         )
+    media = getattr(vllm_config.model_config, "multimodal_config", None)
+    rate = getattr(media, "video_pruning_rate", None)
+    if rate and vllm_config.model_config.uses_mrope:
+        raise UnsupportedError(
+            f"video_pruning_rate = {rate}: this model's positions behind a video depend on which "
+            "of its tokens are kept, which vLLM learns by computing the video only, not where its blocks are pulled or "
+            "loaded; start without --video-pruning-rate, or without PDConnector"
+        )
     if getattr(vllm_config.parallel_config, "enable_fault_tolerance", False):  # of vLLM 0.32
         raise UnsupportedError(
             "enable_fault_tolerance: when vLLM goes on after a fault, it drops what workers have reported, so that the "

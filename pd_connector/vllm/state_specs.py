@@ -87,7 +87,7 @@ def state_spec(vllm_config: "VllmConfig", layer: str, spec: Any) -> StateSpec:
     if (conv is None and recurrence is None) or sum(heads * content for _, heads, content in widths) != columns:
         raise UnsupportedError(
             f"the states of layer {layer!r} are of type {_type(spec)} with shapes {shapes}, which PDConnector does not "
-            f"know: serve this model without PDConnector"
+            f"know: start without --use-replayssm, if it is set, or serve this model without PDConnector"
         )
     parts, first = [], 0
     config = vllm_config.model_config.hf_text_config.to_dict()

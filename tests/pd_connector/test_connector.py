@@ -243,6 +243,17 @@ def test_routed_experts_are_refused_by_the_constructor(model: Path, role: KVConn
     PDConnector(config, role, CACHES).shutdown()
 
 
+@pytest.mark.parametrize("role", list(KVConnectorRole))
+def test_pruned_videos_are_refused_where_positions_depend_on_them(model: Path, role: KVConnectorRole) -> None:
+    config = a_config(model)
+    config.model_config.multimodal_config = SimpleNamespace(video_pruning_rate=0.5)
+    config.model_config.uses_mrope = False
+    PDConnector(config, role, CACHES).shutdown()
+    config.model_config.uses_mrope = True
+    with pytest.raises(UnsupportedError, match=r"video_pruning_rate = 0.5: .* start without --video-pruning-rate"):
+        PDConnector(config, role, CACHES)
+
+
 def test_routed_experts_are_refused_where_the_models_configuration_asks_for_them(model: Path) -> None:
     """As in vLLM 0.23."""
     config = a_config(model)

@@ -103,7 +103,8 @@ class PutQueue:
     def take(self, most: int) -> "tuple[tuple[BlockHashWithGroupId, ...], set[BlockHashWithGroupId]]":
         """Return the blocks to put next, the first of them last, and which of them were not kept before."""
         first = max(len(self._waiting) - most, 0)
-        taken = tuple(self._waiting[first:])
+        # Each once: what host memory has lost and come to hold again meanwhile waits twice.
+        taken = tuple(dict.fromkeys(reversed(self._waiting[first:])))[::-1]
         del self._waiting[first:]
         again = self._once_more.intersection(taken)
         self._once_more -= again

@@ -327,10 +327,10 @@ class SharedPool(SchedulerRole):
             self._close_for_a_while()
             return False
         self._has_failed = False
-        tokens = asking.answer.result()
+        tokens, sizes = asking.answer.result(), self._host.block_tokens
+        self._forget(key for group, keys in asking.keys.items() for key in keys[tokens // sizes[group] :])
         if tokens <= asking.least:
             self.counts["pool_prompts", "nothing"] += 1
-            self._forget(key for of_group in asking.keys.values() for key in of_group)
             return False
         give_up_at = self._rate.deadline_of(asking.request.request_id, tokens - asking.least)
         if self._rests() or now >= give_up_at:
@@ -398,7 +398,7 @@ class SharedPool(SchedulerRole):
 
     def _end_fetch(self, fetch: _Fetch) -> None:
         """Let what has come on every rank be found, and give the slots back."""
-        self._waiting.pop(fetch.request.request_id, None)
+        is_awaited = self._waiting.pop(fetch.request.request_id, None) is not None
         self._queue.end(fetch)
         if fetch.ends.failed:
             self._close_for_a_while()
@@ -409,7 +409,7 @@ class SharedPool(SchedulerRole):
                 self._known[fetch.keys[index]] = None
             group, number = fetch.entries[run[0]]
             self._host.publish_at(fetch.request, group, number, tuple(fetch.hosts[index] for index in run))
-        hit = self._host.find(fetch.request, fetch.first)
+        hit = self._host.find(fetch.request, fetch.first) if is_awaited else None  # others compute them
         self.counts["pool_tokens", ""] += max(fetch.first + hit.tokens - fetch.held, 0) if hit is not None else 0
         if not fetch.is_late:
             is_found = bool(came) and fetch.is_wanted

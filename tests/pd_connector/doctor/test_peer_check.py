@@ -8,8 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from layout.geometry import CacheGroup, Plane, Region
 from pd_connector.config import ConnectorConfig
 from pd_connector.doctor.findings import Examination, Outcome
 from pd_connector.doctor.http import HttpServer
@@ -30,9 +32,9 @@ HELD: Blocks = ((5, 6, 3, 9, 2), (0, 0, 0, 4, 7))
 class Served(HttpServer):
     """The HTTP port of a prefill engine that computes what it is asked for at once."""
 
-    def __init__(self, engine: PrefillEngine) -> None:
+    def __init__(self, engine: PrefillEngine, held: Blocks = HELD) -> None:
         super().__init__("http://p:8000", None, 1.0)
-        self.engine = engine
+        self.engine, self.held = engine, held
         self.answers: list[dict[str, Any]] = []
 
     def ask(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -43,7 +45,7 @@ class Served(HttpServer):
         assert body["model"] == "tiny"
         tokens = len(body["prompt"])
         groups = self.engine.ranks[0].geometry.groups
-        blocks = tuple(ids[: -(-tokens // group.block_tokens)] for ids, group in zip(HELD, groups, strict=False))
+        blocks = tuple(ids[: -(-tokens // group.block_tokens)] for ids, group in zip(self.held, groups, strict=False))
         remote = self.engine.prefill(f"request {len(self.answers)}", blocks, tokens)
         self.engine.hash_leased()
         self.answers.append({"kv_transfer_params": remote.to_params()})
@@ -118,6 +120,24 @@ def test_every_rank_is_read_by_a_worker_of_its_own(site: Site, engine: Engine, m
     assert f"by {engine.tp * engine.pp} workers" in report.findings[-1].text
     assert report.findings[-1].text.endswith("all checksums equal")
     assert p.leases.active == 0
+
+
+@pytest.mark.parametrize(("state_tokens", "table"), [(1024, (4,)), (32, (0, 0, 4))])
+def test_states_are_read_wherever_the_table_has_them(site: Site, state_tokens: int, table: tuple[int, ...]) -> None:
+    """It has an entry for each border that the prompt has passed."""
+    engine = site.prefill()
+    memory = np.arange(12 * 64, dtype=np.uint8)
+    region = Region(memory.ctypes.data, memory.size)
+    engine.engines[0].register((region,))
+    plane = Plane("state", ("layers.9",), 0, 2, 1, 8, 4, 12, region.address, 64, 64, 32, 32, 4, total_heads=2,
+                  dtype="float32")  # fmt: skip
+    group = CacheGroup(state_tokens, 0, (plane,), states=True)
+    attention = engine.ranks[0].geometry
+    geometry = replace(attention, groups=(*attention.groups, group), regions=(*attention.regions, region))
+    engine.ranks[0] = replace(engine.ranks[0], geometry=geometry)
+    engine.service.set_workers((geometry,))
+    report = report_of(Served(engine, (HELD[0], table)))
+    assert report.passed, [str(finding) for finding in report.findings]
 
 
 def test_a_shorter_prompt_is_pulled_if_it_is_wanted(site: Site) -> None:

@@ -99,6 +99,13 @@ class TestOrder:
 
 
 class TestNothingIsLost:
+    def test_what_is_lost_and_stored_again_while_it_waits_is_put_once(self) -> None:
+        """vLLM 0.23 would append a block twice to its free queue that is given back twice at once."""
+        tier: Any = SimpleNamespace(is_lazy=False)
+        queue, keys = PutQueue(tier), [make_block_hash_with_group_id(BlockHash(bytes([n])), 0) for n in range(3)]
+        assert queue.add(keys) + queue.add(keys[:1]) == 0
+        assert queue.take(64) == ((*keys[1:], keys[0]), set())
+
     def test_what_an_aborted_prompt_has_stored_is_put(self, world: World) -> None:
         engine = an_engine(world)
         names = ask(engine, "r", LONG)

@@ -129,6 +129,34 @@ class TestFinding:
         assert 0 < counted(reader, "pool_blocks: gone") < TURN // BLOCK
         assert TURN + 1 - FULL < computed < TURN + 1
 
+    def test_an_end_that_the_pool_has_lost_is_put_again(self, world: World) -> None:
+        writer = fill(world)
+        lost = list(world.pool.objects)[:6]  # put first, as the pool evicts it first
+        for key in lost:
+            del world.pool.objects[key]
+        take_all_blocks(world, writer)
+        for part in range(4):
+            compute(world, writer, [3000 + part] * 400)
+        for _ in range(40):
+            world.step()
+        slow_down(writer)
+        computed, _ = compute(world, writer, [*FIRST, 1])
+        for _ in range(60):
+            world.step()
+        assert computed == TURN + 1 - FULL + 6 * BLOCK
+        assert world.pool.objects.keys() >= set(lost)
+
+    def test_what_comes_late_is_not_counted_as_saved(self, world: World) -> None:
+        fill(world)
+        reader = an_engine(world)
+        reader.pooled.copy_s = 1.0
+        with patch.object(pool_of(reader), "update_stats"):
+            assert compute(world, reader, [*FIRST, 1])[0] == TURN + 1
+            for _ in range(40):
+                world.step()
+        assert pool_of(reader).counts["pool_blocks", "fetched"] == TURN // BLOCK
+        assert not pool_of(reader).counts["pool_tokens", ""]
+
     def test_a_prefix_that_has_lost_its_beginning_is_not_fetched(self, world: World) -> None:
         fill(world)
         del world.pool.objects[list(world.pool.objects)[-1]]  # what was put last
