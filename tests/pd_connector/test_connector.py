@@ -246,7 +246,7 @@ def test_routed_experts_are_refused_by_the_constructor(model: Path, role: KVConn
 @pytest.mark.parametrize("role", list(KVConnectorRole))
 def test_pruned_videos_are_refused_where_positions_depend_on_them(model: Path, role: KVConnectorRole) -> None:
     config = a_config(model)
-    config.model_config.multimodal_config = SimpleNamespace(video_pruning_rate=0.5)
+    config.model_config.multimodal_config = SimpleNamespace(video_pruning_rate=0.5, mm_processor_cache_gb=0)
     config.model_config.uses_mrope = False
     PDConnector(config, role, CACHES).shutdown()
     config.model_config.uses_mrope = True
