@@ -29,7 +29,7 @@ from pd_connector.aliases import NixlConnector
 from pd_connector.config import ConfigError
 from pd_connector.connector import PDConnector
 from pd_connector.vllm import ascend_options, engine_config
-from pd_connector.vllm.engine_config import UnsupportedError
+from pd_connector.vllm.engine_config import UnsupportedError, check_supported
 from tests.support.connector.requests import a_decode_request
 from tests.support.connector.vllm_engine import CACHES, SPEC, a_config, transfer_config
 from tests.support.releases import INSTALLED, since
@@ -246,9 +246,9 @@ def test_routed_experts_are_refused_by_the_constructor(model: Path, role: KVConn
 @pytest.mark.parametrize("role", list(KVConnectorRole))
 def test_pruned_videos_are_refused_where_positions_depend_on_them(model: Path, role: KVConnectorRole) -> None:
     config = a_config(model)
-    config.model_config.multimodal_config = SimpleNamespace(video_pruning_rate=0.5, mm_processor_cache_gb=0)
+    config.model_config.multimodal_config = SimpleNamespace(video_pruning_rate=0.5)
     config.model_config.uses_mrope = False
-    PDConnector(config, role, CACHES).shutdown()
+    check_supported(config)
     config.model_config.uses_mrope = True
     with pytest.raises(UnsupportedError, match=r"video_pruning_rate = 0.5: .* start without --video-pruning-rate"):
         PDConnector(config, role, CACHES)
