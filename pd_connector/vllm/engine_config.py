@@ -97,7 +97,7 @@ def check_outer_config(vllm_config: "VllmConfig") -> None:
 
 
 def check_supported(vllm_config: "VllmConfig") -> None:
-    """Raise unless the connector serves sleep mode, experts, pruned videos, scales, faults, executor and context parallelism as set.
+    """Raise unless the connector serves sleep mode, experts, videos, scales, faults, executor and contexts as set.
 
     Raises:
         UnsupportedError: naming the setting and the way out.
