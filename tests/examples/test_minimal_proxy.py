@@ -90,6 +90,13 @@ def test_a_request_is_prefilled_then_decoded_with_the_returned_transfer(bed: Bed
     assert bed.d.bodies == [body | {"kv_transfer_params": TRANSFER}]
 
 
+def test_a_body_that_comes_with_an_offer_of_http2_is_read(bed: Bed) -> None:
+    """Java's HttpClient offers it."""
+    offer = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2-Settings": "AAEAAEAA"}
+    assert bed.proxy.http.post(PATHS[0], json=BODY, headers=offer).status_code == 200
+    assert bed.p.bodies == [BODY | ASKED_OF_P]
+
+
 def test_what_could_break_one_token_reaches_d_only(bed: Bed) -> None:
     breaking = dict.fromkeys(minimal_proxy.NOT_FOR_P, 7) | {"stream": True, "max_completion_tokens": 50, "n": None}
     bed.proxy.complete(**breaking)

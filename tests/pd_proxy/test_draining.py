@@ -106,6 +106,25 @@ def test_a_chat_without_a_limit_moves_if_a_server_says_how_much_room_there_is(
     assert [body["max_tokens"] for body in moving.servers[1].bodies] == ([ROOM - 5] if says_room else [])
 
 
+def test_who_is_told_nothing_of_a_model_does_not_decide_for_others(
+    setup: ProxySetup, p: FakeServer, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client has no key, say, or has left."""
+    monkeypatch.setattr(pd_proxy.servers, "_ROOM_AGAIN_S", 0.0)
+    first, second, refusals = Decoder("first", waits_at=1), Decoder("second"), iter([401])
+
+    async def refuses_once(received: Received, wire: Wire) -> None:
+        status = next(refusals, 0) if received.path == "/v1/models" else 0
+        await (wire.json(status, {}) if status else first(received, wire))
+
+    moving = Moving(setup, p, file, refuses_once, second)
+    for _ in range(2):
+        moving.answer(api=CHAT, max_tokens=None)
+    moving.servers[1].received.clear()
+    assert text_of(moving.drained(first, api=CHAT, max_tokens=None)) == WHOLE
+    assert [body["max_tokens"] for body in moving.servers[1].bodies] == [ROOM - 5]
+
+
 def test_a_chat_without_a_limit_does_not_wait_for_who_is_silent_about_its_model(
     setup: ProxySetup, p: FakeServer, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

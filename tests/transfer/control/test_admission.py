@@ -204,6 +204,23 @@ def test_replies_that_nobody_reads_are_dropped_and_those_of_one_who_reads_are_no
         assert server.counters.replies_dropped == dropped
 
 
+def test_a_reply_that_could_not_be_sent_is_none_that_nobody_reads(
+    start: Start, handler: Handler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as one to a connection that has ended, whose number another one has now."""
+    handler.answer = lambda request: Error(ErrorCode.UNKNOWN_ENGINE, "x" * 1_000_000)
+    server = start()
+    send, refusals = server._send, [True] * 20
+    monkeypatch.setattr(server, "_send", lambda *reply: not refusals.pop() if refusals else send(*reply))
+    with dealer(server, "127.0.0.3") as peer:
+        for _ in range(20):
+            peer.send(encode(7, HELLO))
+        until(lambda: not refusals)
+        peer.send(encode(8, HELLO))
+        assert peer.recv()
+    assert server.counters.replies_dropped == 0
+
+
 def test_a_connection_that_never_reads_is_closed(
     start: Start, handler: Handler, client: ControlClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
