@@ -43,7 +43,7 @@ def send(trouble: Trouble, number: int) -> Outcome:
     trouble.wait_for_servers()
     began = time.monotonic()
     answer = None
-    with suppress(httpx.HTTPError, RuntimeError):  # of a server that has just been killed, whose client is closed
+    with suppress(httpx.HTTPError):  # of a server that has just been killed
         answer = together(trouble.router, number, prompt) if at_once else in_turn(trouble.router, prompt, leaves_at)
     return prompt, answer, time.monotonic() - began
 

@@ -40,14 +40,14 @@ def send(trouble: Trouble, number: int) -> tuple[list[int], Completion | None, f
 
     def prefill() -> None:
         time.sleep(chance.choice([0.0, 0.0, 0.2]))
-        with suppress(httpx.HTTPError, RuntimeError):
+        with suppress(httpx.HTTPError):
             if leaves == "prefill":
                 client.abandon(prompt, 0.2, 1, kv_transfer_params=for_p)
             else:
                 client.complete(prompt, 1, kv_transfer_params=for_p)
 
     began, answer = time.monotonic(), None
-    with ThreadPoolExecutor(1) as threads, suppress(httpx.HTTPError, RuntimeError):  # of a server that was killed
+    with ThreadPoolExecutor(1) as threads, suppress(httpx.HTTPError):  # of a server that was killed
         threads.submit(prefill)
         if leaves == "decode":
             router.pair.decode.client.abandon(prompt, 0.3, kv_transfer_params=for_d)

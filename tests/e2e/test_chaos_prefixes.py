@@ -41,7 +41,7 @@ class Chat:
 def turn(trouble: Trouble, prompt: list[int]) -> Completion | None:
     """Both legs of a request in turn; None if a server was killed meanwhile."""
     pair = trouble.router.pair
-    with suppress(httpx.HTTPError, RuntimeError):
+    with suppress(httpx.HTTPError):
         prefilled = pair.prefill.client.complete(prompt, 1, kv_transfer_params={"do_remote_decode": True})
         if prefilled.status != 200:
             return prefilled

@@ -121,7 +121,7 @@ def test_no_wrong_token_no_stuck_request_and_no_leak_in_three_minutes_of_faults(
         policy = decode.spec.load_failure_policy
         try:
             params = p.client.prefill(case.prompt)
-        except (httpx.HTTPError, RuntimeError, AssertionError):  # the client of a server that is killed is closed
+        except (httpx.HTTPError, AssertionError):  # of a server that is killed
             with lock:
                 outcomes["prefill failed"] += 1
             return

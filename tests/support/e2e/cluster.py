@@ -206,12 +206,16 @@ class Server:
 
     def __post_init__(self) -> None:
         self.gates = Gates(_gates_directory(self.log))
+        self.client = Client(f"http://{self.spec.address}:{self.port}")
         self.revive(self.process)
 
     def revive(self, process: Process) -> None:
-        """Take over a new process in the place of one that has ended."""
+        """Take over a new process in the place of one that has ended.
+
+        The client stays. A thread that waits at a socket which another one closes waits at whatever file gets its
+        number next.
+        """
         self.process = process
-        self.client = Client(f"http://{self.spec.address}:{self.port}")
         self._guard = _spawn_guard(process.pid)
 
     @property
@@ -261,7 +265,6 @@ class Server:
 
     def stop(self) -> None:
         """Ask the server to end, and end by force what is left of its process group."""
-        self.client.close()
         if self.is_running:
             self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -338,6 +341,7 @@ class Cluster:
                 server.process.terminate()
         for server in servers:
             server.stop()
+            server.client.close()
             self._servers.remove(server)
 
     def close(self) -> None:

@@ -100,7 +100,7 @@ class Scene:
         """Ask in a thread of its own."""
 
         def answer() -> Completion | None:
-            with suppress(httpx.HTTPError, RuntimeError):  # of a server that has died, whose client is closed
+            with suppress(httpx.HTTPError):  # of a server that has died
                 return ask()
             return None
 
