@@ -323,12 +323,12 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
     @_timed
     def get_transfer_results(self, finished_req_ids: set[str]) -> "KVConnectorTransferResults":
         """Return the requests whose wait on this rank has ended since the last call, and which of them have failed."""
-        return installed.current().transfer_results(*self._worker.take_results())
+        return installed.current().transfer_results(*self._worker.take_results(finished_req_ids))
 
     @_timed
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """Return nothing sent, and the requests whose wait on this rank has ended. Called by vLLM 0.23 only."""
-        arrived, _ = self._worker.take_results()
+        arrived, _ = self._worker.take_results(finished_req_ids)
         return set(), arrived
 
     def get_block_ids_with_load_errors(self) -> set[int]:

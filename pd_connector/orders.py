@@ -52,7 +52,7 @@ class Cause(StrEnum):
     PARAMS = "params"  # kv_transfer_params do not match the request or the prefill engine
     CANARY = "canary"  # the prefill engine computes other keys and values than this one, or that is not known in time
     LANDING = "landing"  # the prompt could not be pulled to host memory, as the log says before, or is gone from there
-    QUEUE = "queue"  # the request waited for blocks of its own for longer than the queue timeout
+    QUEUE = "queue"  # longer than the queue timeout, it waited for blocks of its own, or in the prefill engine's queue
     UNREACHABLE = "unreachable"  # the prefill engine or its transfer engine does not answer
     DENIED = "denied"  # the two engines have different secrets, or allowed_peers excludes the address
     REFUSED = "refused"  # the engine that answers refuses, usually because it is another one: P has restarted

@@ -16,6 +16,7 @@ streams: so chats begin so only where the operator says that no server has one (
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from http import HTTPStatus
 
@@ -65,7 +66,7 @@ class FirstToken:
         self._text, events = self.begun.begun(answer)
         if not self._text:
             return
-        self._client.record.first_token = True
+        self._client.record.first_token_at = time.monotonic()
         await self._client.start(HTTPStatus.OK, event_stream(self._client.record.identity))
         await self._client.send_piece(events)
         self._sent.set()

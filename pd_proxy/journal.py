@@ -41,7 +41,7 @@ class Record:
         self.prefill_retries = 0  # prefill servers that took the request and failed, so that another one got it
         self.rest: Record | None = None  # of what the last decode server wrote to which the answer has moved
         self.moves: Counter[str] = Counter()  # by how the rest went on
-        self.first_token = False  # whether the answer began with P's
+        self.first_token_at: float | None = None  # when the client was sent P's, if the answer began with it
         self.first_token_differs = False  # D's was another one, so that the answer moved
         self.prompt_tokens: int | None = None  # by the prefill server's usage
         self.undivided = ""  # why there was no prefill leg
@@ -68,18 +68,19 @@ class Record:
     @property
     def failure(self) -> str:
         """What went wrong, in a sentence without anything that a server or a client wrote; empty if nothing did."""
-        if self.cause or self.problem:
-            return self.cause or self.problem
-        if self.status >= HTTPStatus.BAD_REQUEST:
-            return f"decode server {self.decode_url} answered with status {self.status}"
-        return ""
+        told = self.cause or self.problem
+        if told or self.status < HTTPStatus.BAD_REQUEST:
+            return told
+        return f"decode server {self.decode_url} answered with status {self.status}"
 
     @property
     def first_token_s(self) -> float | None:
         """From when it came in to the first token of its stream, P's or D's. None for no stream and for a failure."""
         if not self.streams or self.failure:
             return None
-        began, took = (self.prefill_at, self.prefill_s) if self.first_token else (self.decode_at, self.first_byte_s)
+        if self.first_token_at is not None:
+            return self.first_token_at - self.started
+        began, took = self.decode_at, self.first_byte_s
         return None if began is None or took is None else began + took - self.started
 
     @property
@@ -103,7 +104,7 @@ class Record:
             f"prefill={_milliseconds(self.prefill_s)} first_byte={_milliseconds(self.first_byte_s)}",
             f"total={_milliseconds((self.ended or time.monotonic()) - self.started)}",
         ]
-        if self.first_token:
+        if self.first_token_at is not None:
             parts.append("first_token=prefill")
         if self.prefill_retries:
             parts.append(f"prefill_retries={self.prefill_retries}")
@@ -173,7 +174,7 @@ class Journal:
             if value:
                 self._counts[name][value] += 1
         self._counts["moved"].update(record.moves)
-        numbers = (record.prefill_retries, record.first_token, record.first_token_differs, record.broken_off)
+        numbers = record.prefill_retries, bool(record.first_token_at), record.first_token_differs, record.broken_off
         for name, number in zip(_TOTALS, numbers, strict=True):
             self._counts[name][""] += number
         legs = record.legs or _ALONE

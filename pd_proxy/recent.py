@@ -112,11 +112,8 @@ def _summary(record: Record, place: int = 0) -> Shown:
     ``place``: in the order in which requests ended; 0 while it is under way.
     """
 
-    def since(moment: float | None) -> float | None:
-        return None if moment is None else moment - record.started
-
-    def after(began: float | None, seconds: float | None) -> float | None:
-        return None if began is None or seconds is None else began - record.started + seconds
+    def since(moment: float | None, later_s: float | None = 0.0) -> float | None:
+        return None if moment is None or later_s is None else moment + later_s - record.started
 
     return {
         "place": place,
@@ -126,9 +123,9 @@ def _summary(record: Record, place: int = 0) -> Shown:
         "prefill_url": record.prefill_url,
         "decode_url": record.decode_url if record.rest is None else record.rest.decode_url,
         "prefill_began": since(record.prefill_at),
-        "prefill_ended": after(record.prefill_at, record.prefill_s),
+        "prefill_ended": since(record.prefill_at, record.prefill_s),
         "decode_began": since(record.decode_at),
-        "first_byte": after(record.decode_at, record.first_byte_s),
+        "first_byte": since(record.decode_at, record.first_byte_s),
         "ended": since(record.ended),
         "status": record.status,
         "failure": record.failure[:_LONGEST_FAILURE],

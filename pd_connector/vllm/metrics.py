@@ -42,7 +42,7 @@ class ConnectorStats(KVConnectorStats):
         reduced: dict[str, int | float] = dict(self.data["counts"])
         for phase, durations in self.data["seconds"].items():
             reduced[f"{phase} mean (ms)"] = round(1e3 * sum(durations) / len(durations), 3)
-        return reduced
+        return reduced or self.data["gauges"] | self.data["calls"]  # before 0.33, vLLM logs a line also of nothing
 
 
 class ConnectorPromMetrics(KVConnectorPromMetrics):

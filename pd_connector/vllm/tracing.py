@@ -97,7 +97,7 @@ class LeaseSpans:
         if span is None:
             return
         span.set_attribute("pd.end", how.value)
-        if how is not LeaseEnd.RELEASED:
+        if how in (LeaseEnd.EXPIRED, LeaseEnd.REVOKED):  # cancelled: nobody needs it
             _fail(span, how.value, f"the lease was {how.value} before all of its readers had released it")
         span.end()
 

@@ -83,6 +83,11 @@ class PullEnd:
         """Why the pull failed; empty if it did not."""
         return self.reason if self.cause else ""
 
+    @property
+    def comes_of_leaving(self) -> bool:
+        """Whether P gave the prompt up, or the lease has ended: as they do where the client leaves."""
+        return self.cause in {Cause.TRANSFER, Cause.LEASE}
+
     def count(self, stats: StatsRecorder) -> None:
         """Record the pull in the statistics."""
         stats.count("pull_restarts", self.restarts)

@@ -12,7 +12,7 @@ from layout.geometry import Region
 from pd_connector.config import ConfigError, ConnectorConfig
 from pd_connector.engine_limits import ENGINE_LIMITS
 from pd_connector.vllm.ascend_options import ASCEND_STORE
-from pd_connector.vllm.npu.lent_engine import LendEngine, lent_engine
+from pd_connector.vllm.npu.lent_engine import LendEngine, is_started, lent_engine
 from pd_connector.vllm.platform import default_protocol, device_type, host_address
 from pd_connector.worker.device_memory import DeviceIdentityMemory
 from pd_connector.worker.same_host import with_second_way
@@ -110,8 +110,15 @@ def lender(config: ConnectorConfig) -> LendEngine | None:
             f"host = {config.host!r}: the transfer engine is shared with {ASCEND_STORE}, which starts it at "
             f"{host_address()} (VLLM_HOST_IP, or that of the default route); leave host unset, and set VLLM_HOST_IP"
         )
-    if lend is not None:  # its lender starts it before caches are registered
-        for name, value in ascend_settings(os.environ, ENGINE_LIMITS.handshake_timeout_s).items():
+    if lend is not None:  # its lender starts it when its own connector is made, or when caches are registered
+        settings = ascend_settings(os.environ, ENGINE_LIMITS.handshake_timeout_s)
+        if is_started() and (missing := [name for name in settings if name not in os.environ]):
+            logger.warning(
+                "PDConnector: %s has started the transfer engine without %s: name PDConnector first in MultiConnector, "
+                "or set %s", ASCEND_STORE, ", ".join(missing),
+                ", ".join(f"{name}={settings[name]}" for name in missing),
+            )  # fmt: skip
+        for name, value in settings.items():
             os.environ.setdefault(name, value)
     return lend
 
@@ -164,8 +171,8 @@ def open_engine(
             "read over tcp, which is slower, and peers must use tcp, too. Pass the devices into the container "
             "(/dev/infiniband), or set protocol to 'tcp' on prefill and decode engines to silence this"
         )
-    if lend is not None and qos is not None:
-        logger.warning("PDConnector: qos_priority has no effect: the transfer engine is that of %s", ASCEND_STORE)
+    if lend is not None and qos is not None and is_started():
+        logger.warning("PDConnector: qos_priority has no effect: %s has started the transfer engine", ASCEND_STORE)
     options = MooncakeOptions(
         host=_own_host(config) if is_read else config.host or host_address(),
         protocol=protocol,

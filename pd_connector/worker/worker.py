@@ -2,7 +2,7 @@
 
 import logging
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -247,13 +247,14 @@ class ConnectorWorker:
         if self._engine is None and self._caches is not None:
             self._lost += fail_transfers(orders, self._arrivals)
 
-    def take_results(self) -> tuple[set[str], set[str]]:
-        """Return the requests whose wait on this rank has ended since the last call, and those of them that failed.
+    def take_results(self, left: Collection[str] = ()) -> tuple[set[str], set[str]]:
+        """Return the requests whose wait here has ended since the last call, those ``left`` too, and which have failed.
 
         Raises:
             UnsettledLoadError: a load failed, but the device may still be writing to KV blocks.
             UnsettledReadError: a pull failed, but the transfer engine may still be writing to KV blocks.
         """
+        self._arrivals.leave(left)
         self._settle_ends()
         finished, failed = self._arrivals.take()
         self._failures.settle(finished, failed)
@@ -307,9 +308,11 @@ class ConnectorWorker:
     def _settle_ends(self) -> None:
         for role in self._roles:
             for end in role.take_ends():
-                end.count(self._stats)
-                if end.failure and not end.is_told:
-                    logger.error("PDConnector: request %s: %s. %s", end.request_id, end.failure, self._failure_outcome)
+                if not (end.comes_of_leaving and self._arrivals.has_left(end.request_id)):
+                    end.count(self._stats)
+                    if end.failure and not end.is_told:
+                        then = "Its prompt is computed here instead" if self._role.recomputes else "The request fails"
+                        logger.error("PDConnector: request %s: %s. %s", end.request_id, end.failure, then)
                 self._arrivals.settle(end.request_id, failed=bool(end.failure))
 
     def _announce(self, handshake: WorkerHandshake) -> None:
@@ -478,10 +481,6 @@ class ConnectorWorker:
             "PDConnector: rank %d takes checksums for every pull, which costs time (verify)", caches.ranks.index
         )
         return CacheChecksums(caches.geometry, read)
-
-    @property
-    def _failure_outcome(self) -> str:
-        return "Its prompt is computed here instead" if self._role.recomputes else "The request fails"
 
 
 @dataclass(frozen=True)

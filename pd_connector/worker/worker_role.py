@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from pd_connector.orders import CanaryEnds, Cause, Destinations, Orders, PoolEnds, RankEnds, Report
@@ -25,6 +25,10 @@ class PartEnd(Protocol):
     @property
     def is_told(self) -> bool:
         """Whether another rank logs the same failure."""
+
+    @property
+    def comes_of_leaving(self) -> bool:
+        """Whether it ends so where its request's client leaves: then it is no failure."""
 
     def count(self, stats: StatsRecorder) -> None:
         """Record it in the statistics."""
@@ -72,10 +76,19 @@ class Arrivals:
         self._expected: Counter[str] = Counter()
         self._failed: set[str] = set()
         self._finished: set[str] = set()
+        self._left: set[str] = set()  # of those that wait
 
     def expect(self, request_id: str) -> None:
         """Add a part that has been started."""
         self._expected[request_id] += 1
+
+    def leave(self, request_ids: Iterable[str]) -> None:
+        """Note that requests have ended, some of them while they wait."""
+        self._left |= self._expected.keys() & set(request_ids)
+
+    def has_left(self, request_id: str) -> bool:
+        """Return whether a request that waits has ended."""
+        return request_id in self._left
 
     def settle(self, request_id: str, *, failed: bool) -> None:
         """End a part: nothing writes to its blocks any longer."""
@@ -85,6 +98,7 @@ class Arrivals:
         if not self._expected[request_id]:
             del self._expected[request_id]
             self._finished.add(request_id)
+            self._left.discard(request_id)
 
     def take(self) -> tuple[set[str], set[str]]:
         """Return the requests whose last part has ended since the last call, and those of them with a failed part."""
@@ -97,6 +111,7 @@ class Arrivals:
         """Fail every request that has not been taken: what has arrived for it, or would have, is lost."""
         self._finished |= self._expected.keys()
         self._expected.clear()
+        self._left.clear()
         self._failed |= self._finished
 
     def check_integrity(self) -> None:

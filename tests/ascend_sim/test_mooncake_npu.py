@@ -74,7 +74,9 @@ def test_device_memory_is_read_and_the_peer_proves_who_it_is(
     try:
         peer = peer_of(serving)
         (published,) = Path(environment["SIMADXL_DIR"]).iterdir()
-        starts = [line.split()[0] for line in published.read_text().splitlines()[1:]]
+        process, *memory = published.read_text().splitlines()
+        assert process.endswith(" 1"), "Mooncake and CANN 9.1 have client-server mode, and docs/npu.md says so"
+        starts = [line.split()[0] for line in memory]
         assert starts.count(str(json.loads(peer)[1])) == 1
         done = subprocess.run(
             [*COMMAND, "read", peer],
@@ -87,6 +89,20 @@ def test_device_memory_is_read_and_the_peer_proves_who_it_is(
     assert found["equal"]
     assert found["counts"], "batches are told by Mooncake's own counters"
     assert found["impostor"].startswith("another process than the one that was announced answers at")
+
+
+def test_both_sides_must_make_links_in_the_same_way(environment: dict[str, str]) -> None:
+    serving = serve(environment | {"ASCEND_LOCAL_COMM_RES": '{"version":"1.2"}'})
+    try:
+        done = subprocess.run(
+            [*COMMAND, "link", peer_of(serving)],
+            capture_output=True, text=True, timeout=120, check=False, env=environment, cwd=ROOT_OF_PROJECT,
+        )  # fmt: skip
+    finally:
+        serving.communicate("", timeout=60)
+    assert done.returncode == 0, done.stderr
+    (refusal,) = json.loads(done.stdout.splitlines()[-1])
+    assert refusal.startswith("cannot reach the transfer engine at")
 
 
 @pytest.fixture

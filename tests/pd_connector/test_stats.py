@@ -176,6 +176,8 @@ def test_an_empty_report_says_so_and_adds_nothing() -> None:
 def test_the_log_line_has_one_number_a_name() -> None:
     assert a_report(2, 0.25, 0.5).reduce() == {"pulls": 2, "pull_failures:lease": 2, "read mean (ms)": 250.0}
     assert ConnectorStats().reduce() == {}
+    only_gauges = ConnectorStats({**nothing(), "gauges": {"leases_active": 2}})
+    assert only_gauges.reduce() == {"leases_active": 2}, "before 0.33, vLLM logs a line of nothing as well"
 
 
 def test_a_report_travels_between_processes_as_plain_data() -> None:

@@ -163,6 +163,25 @@ def test_a_token_behind_a_prompt_that_was_cut_is_none_of_the_text(is_cut: bool) 
     assert asyncio.run(scenario()) is not is_cut
 
 
+def test_it_comes_when_the_client_is_sent_it_though_p_has_answered_before() -> None:
+    async def nowhere(_: object) -> None:
+        pass
+
+    async def scenario() -> None:
+        record = Record("/v1/completions")
+        record.streams, record.prefill_at, record.prefill_s = True, record.started, 0.0
+        client = Client({"type": "http", "headers": []}, nowhere, record)
+        token = FirstToken(client, Written(COMPLETIONS, GREEDY))
+        await token.send(prefilled(" gr"))
+        assert record.first_token_s is None
+        await asyncio.sleep(0.1)  # D reads its request
+        await token.release()
+        assert record.first_token_s is not None
+        assert 0.1 <= record.first_token_s < 5.0
+
+    asyncio.run(scenario())
+
+
 def test_d_goes_on_only_behind_it_though_the_client_is_slow_to_take_it() -> None:
     async def scenario() -> None:
         order: list[str] = []

@@ -300,7 +300,7 @@ def test_the_last_minute_in_figures() -> None:
 def test_a_first_token_may_be_p_s_and_needs_no_p() -> None:
     kept = Recent()
     now = time.monotonic() + 1000
-    end(kept, now, prefill_s=2, handover_s=3, first_token=True)
+    end(kept, now, prefill_s=1, handover_s=3, first_token_at=now - 10 + 3)
     assert kept.last_minute(now)["first_token_p50_s"] == pytest.approx(1 + 2)
     kept = Recent()
     end(kept, now, legs="", prefill_at=None, first_byte_s=4)

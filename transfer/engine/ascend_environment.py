@@ -9,7 +9,8 @@ from transfer.engine.interface import EngineStartError
 
 logger = logging.getLogger(__name__)
 
-#: Bounds a read (ms), and the making of a link, which HIXL does within the first read of a peer. One link at a time.
+#: Bounds a read (ms), and the making of a link, which HIXL does within the first read of a peer. By HCCL's
+#: communicators, one link at a time.
 TRANSFER_TIMEOUT = "ASCEND_TRANSFER_TIMEOUT"
 _RESOURCES, _QOS = "ASCEND_GLOBAL_RESOURCE_CONFIG", "comm_resource_config.qos"
 
@@ -31,7 +32,8 @@ def ascend_settings(environment: Mapping[str, str], connect_timeout_s: float) ->
 def link_s(environment: Mapping[str, str], least_s: float) -> float:
     """Return for how long to wait for HIXL to make a link: as long as it may try, and ``least_s`` at least.
 
-    Links are made one at a time, so the time of one is too short for several that begin together.
+    By HCCL's communicators, links are made one at a time, so the time of one is too short for several that begin
+    together. In client-server mode, each takes several steps that are bounded so.
     """
     set_to = environment.get(TRANSFER_TIMEOUT, "")
     return max(int(set_to) / 1000 if set_to.isdecimal() else 0.0, least_s)

@@ -53,7 +53,7 @@ LIMITS = {
     # Descriptors become slices of 64 KiB, of which the first 512 of a larger one are posted before the rest is looked
     # at. If Mooncake then refuses the call, they are in flight unnoticed: so none is as large as that.
     "rdma": Limits(256, 2048, 2e-3, 65536, 50e-6, 200e-6, 16 << 20),
-    # A call is one job of a pool of 16 threads (ASCEND_THREAD_POOL_SIZE), issued in batches of 256, and only one job
+    # A call is one job of a pool of 16 threads (ASCEND_THREAD_POOL_SIZE), issued in batches, and only one job
     # runs for a peer at a time: long calls, and two of them, so that the next is ready. More would only hold threads
     # that other peers need: a job to a peer that has died lasts for two ASCEND_TRANSFER_TIMEOUTs, and nothing ends it.
     # Each call lasts for two sleeps: 4 ms in flight. A piece is shorter than a call, so that two fit.

@@ -253,7 +253,10 @@ class Renewals:
         elif isinstance(error, PeerRefused) and error.code == ErrorCode.UNKNOWN_ENGINE:
             self._mark_lost(renewed, Cause.REFUSED, str(error))
         else:
-            log_undelivered(future)
+            logger.warning(
+                "PDConnector: a renewal of %d leases was not answered; they expire unless one of the next is: %s",
+                len(asked), error,
+            )  # fmt: skip
 
     def _mark_lost(self, ended: Sequence[_Kept], cause: Cause, reason: str) -> None:
         with self._changed:

@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 #: How often leases are checked for expiry, besides with every message.
 _EXPIRY_INTERVAL_S = 0.5
 _CLOSE_TIMEOUT_S = 2.0
+#: How old the metrics of an idle engine's leases become.
+_UNTOLD_S = 30.0
 
 
 class Producer(SchedulerRole):
@@ -107,6 +109,7 @@ class Producer(SchedulerRole):
             service, blocks, steps_in_flight, slots, self._external.unproven, drafts_late=drafts_late
         )
         self._workers = 0
+        self._told = (0, 0.0)  # how many leases metrics know of, and how old the oldest was
         self._legs: dict[str, VllmRequest] = {}  # requests that other engines are to decode
         self._outdated: set[str] = set()  # those of them that another model has begun to compute
         service.notify = self._server.changed
@@ -212,6 +215,8 @@ class Producer(SchedulerRole):
         active = self._leases.active
         if self._drain.must_stay(active) or self._service.checksums.wants_step or self._announcer.wants_step:
             return True
+        if self._is_untold:
+            return True
         if self._prefixes is not None and self._prefixes.is_asked:
             return True
         # An engine that cannot be woken must keep stepping.
@@ -219,8 +224,9 @@ class Producer(SchedulerRole):
 
     def update_stats(self, stats: StatsRecorder) -> None:
         """Record the leases granted, alive and ended, and what the control channel refused."""
-        stats.gauge("leases_active", self._leases.active)
-        stats.gauge("lease_oldest_age_seconds", int(self._leases.oldest_age_s))
+        self._told = active, age_s = self._leases.active, self._leases.oldest_age_s
+        stats.gauge("leases_active", active)
+        stats.gauge("lease_oldest_age_seconds", int(age_s))
         stats.gauge("leased_blocks", self._blocks.leased)
         for event, number in self._leases.take_events().items():
             stats.count("leases", number, event)
@@ -313,7 +319,13 @@ class Producer(SchedulerRole):
     def _prefixes(self) -> PrefixService | None:
         return self._service.prefixes
 
+    @property
+    def _is_untold(self) -> bool:
+        """Whether metrics, which are told in steps, are wrong or old."""
+        active, age_s = self._told
+        return self._leases.active < active or self._leases.oldest_age_s > age_s + _UNTOLD_S
+
     def _watch_expiry(self) -> None:
         while not self._closing.wait(min(_EXPIRY_INTERVAL_S, self._leases.ttl_s / 4)):
-            if self._leases.has_ended or (self._moves is not None and self._moves.is_due()):
+            if self._leases.has_ended or self._is_untold or (self._moves is not None and self._moves.is_due()):
                 self._engine.wake()

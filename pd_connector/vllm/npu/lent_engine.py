@@ -18,7 +18,8 @@ def lent_engine() -> LendEngine | None:
     """Return what lends the engine, if the pool is beside the connector that is being made; else None.
 
     From then on, nobody else registers KV caches with it: the caller must register all of them. Connectors are all made
-    before one of them is given KV caches, so it does not matter which comes first.
+    before one of them is given KV caches, so for that it does not matter which comes first. Which variables of the
+    environment the engine has read does depend on it.
     """
     if not has_ascend_store():
         return None
@@ -27,3 +28,10 @@ def lent_engine() -> LendEngine | None:
     process = lender.global_te
     process.is_register_buffer = True
     return lambda host: process.get_transfer_engine(host, device_name=None)
+
+
+def is_started() -> bool:
+    """Return whether the pool has started the engine: what is set in the environment now comes too late."""
+    from vllm_ascend.distributed.kv_transfer.utils import mooncake_transfer_engine as lender  # noqa: PLC0415  see above
+
+    return lender.global_te.transfer_engine is not None

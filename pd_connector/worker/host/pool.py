@@ -85,6 +85,7 @@ class LoadEnd:
     request_id: str
     copied: CopyEnd
     is_told: bool = False
+    comes_of_leaving: bool = False
 
     @property
     def failure(self) -> str:

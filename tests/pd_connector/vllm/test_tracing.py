@@ -98,7 +98,7 @@ def test_a_lease_is_a_span_until_it_ends_however_it_does(how: str) -> None:
         assert list(leases.collect()) == ["r"]
     (lease,) = traced.spans()
     assert (lease.name, lease.context.trace_id, lease.parent and lease.parent.span_id) == ("pd_lease", TRACE, PARENT)
-    assert lease.status.status_code is (StatusCode.UNSET if how == "released" else StatusCode.ERROR)
+    assert lease.status.status_code is (StatusCode.ERROR if how == "expired" else StatusCode.UNSET)
     spans.ended(params["lease_id"], LeaseEnd.EXPIRED)
     assert len(traced.spans()) == 1
 

@@ -53,6 +53,7 @@ from tests.support.engine.in_process import InProcessEngine, InProcessFabric
 from tests.support.memory import Bytes
 from tests.support.waiting import until
 from transfer.control.server import ControlServer
+from transfer.engine.mooncake_limits import LIMITS
 
 _WAIT_S, _LEASE_S = 120.0, 3600.0
 #: Forms of caches that no transfer finds in host memory: their blocks are of several kernel blocks each.
@@ -159,8 +160,12 @@ def _worker(rank: RankCaches, settings: dict[str, Any], fabric: InProcessFabric)
 
 
 def _check_places(geometry: WorkerGeometry) -> None:
-    """Every byte of every plane is in memory that is registered."""
+    """Every byte of every plane is in memory that is registered, which the transport for Ascend can register."""
     table = RegionTable(geometry.regions)
+    limits = LIMITS["ascend"]
+    assert limits.most_regions is not None
+    assert len(geometry.regions) < limits.most_regions  # another one holds the identities
+    assert not any(region.address % limits.alignment for region in geometry.regions), geometry.regions
     for plane in (plane for group in geometry.groups for plane in group.planes):
         steps = (
             (plane.blocks, plane.block_stride), (plane.heads, plane.head_stride),

@@ -1,5 +1,6 @@
 """The calls that vLLM makes to a connector in a step, in the form that the installed release has for them."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,15 +45,15 @@ def wants_step(connector: Any) -> bool:
     return release_023.wants_step(connector)
 
 
-def take_output(worker: Any) -> KVConnectorOutput:
-    """What the model runner takes from a connector at the end of a step."""
+def take_output(worker: Any, left: Collection[str] = ()) -> KVConnectorOutput:
+    """What the model runner takes from a connector at the end of a step; ``left`` are requests that have ended."""
     output = KVConnectorOutput()
     if NAMES_FAILED_REQUESTS:
-        results = worker.get_transfer_results(set())
+        results = worker.get_transfer_results(set(left))
         assert not results.finished_sending
         output.finished_recving, output.failed_recving = results.finished_recving, results.failed_recving
     else:
-        sent, output.finished_recving = worker.get_finished(set())
+        sent, output.finished_recving = worker.get_finished(set(left))
         assert not sent
     output.invalid_block_ids = worker.get_block_ids_with_load_errors()
     assert not (NAMES_FAILED_REQUESTS and output.invalid_block_ids), "a failure is told twice"

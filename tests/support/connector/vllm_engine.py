@@ -5,7 +5,7 @@ configuration holds what the connector reads of vLLM's.
 """
 
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -97,14 +97,17 @@ class EngineUnderTest:
     _allocated: dict[str, tuple[Any, Any]] = field(default_factory=dict)  # those requests, and their blocks
     _arrived: set[str] = field(default_factory=set)  # those whose wait has ended, and which have not run since
 
-    def step(self) -> None:
-        """What vLLM calls in one step without a model. Requests whose wait has ended get their turn."""
+    def step(self, left: Collection[str] = ()) -> None:
+        """What vLLM calls in one step without a model. Requests whose wait has ended get their turn.
+
+        ``left``: requests that have ended since the last step.
+        """
         for request_id in self._arrived:
             self.scheduler.update_state_after_alloc(*self._allocated.pop(request_id), 0)
         self._arrived.clear()
         orders = self.scheduler.build_connector_meta(SimpleNamespace(num_scheduled_tokens={}))
         self.worker.bind_connector_metadata(orders)
-        output = take_output(self.worker)
+        output = take_output(self.worker, left)
         self.worker.clear_connector_metadata()
         results = results_of(output, self.waiting)
         for name in ("finished_recving", "failed_recving"):

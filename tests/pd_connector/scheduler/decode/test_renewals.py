@@ -1,5 +1,6 @@
 """Leases are renewed in time by a thread, whatever the scheduler does. When they are due: ``test_consumer``."""
 
+import logging
 import math
 import threading
 from collections.abc import Iterator
@@ -276,7 +277,10 @@ def test_an_answer_says_nothing_about_leases_that_were_not_asked_for(under_test:
     assert under_test.renewals.lost("same id elsewhere") is None
 
 
-def test_an_answer_that_comes_late_or_never_changes_nothing(under_test: RenewalsUnderTest) -> None:
+def test_an_answer_that_comes_late_or_never_changes_nothing(
+    under_test: RenewalsUnderTest, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("pd_connector"), "propagate", True)
     under_test.keep("dropped")
     under_test.keep("kept")
     first = under_test.renew()
@@ -288,6 +292,8 @@ def test_an_answer_that_comes_late_or_never_changes_nothing(under_test: Renewals
     first.set_result(Renewed(("kept",)))
     assert under_test.renewals.request_ids == {"kept"}
     assert under_test.renewals.lost("kept") is None
+    assert "a renewal of 1 leases was not answered; they expire unless one of the next is" in caplog.text
+    assert "will expire" not in caplog.text, "the next renewal is in time"
 
 
 def test_requests_with_the_same_lease_id_do_not_disturb_each_other(renewals: Renewals) -> None:

@@ -147,6 +147,24 @@ def test_the_engine_is_woken_when_a_lease_expires_though_no_message_comes(start:
     assert not engine.role.wants_step
 
 
+@pytest.mark.parametrize("change", ["age", "reset"])
+def test_an_idle_engine_is_woken_so_that_metrics_know_its_leases(start: Start, change: str) -> None:
+    engine, stats = start(ttl_s=60.0), StatsRecorder()
+    engine.prefill("r", [3, 1, 6])
+    engine.role.update_stats(stats)
+    later = time.monotonic() + (31.0 if change == "age" else 29.0)
+    with patch.object(engine.leases, "_clock", lambda: later):
+        engine.loop.woken.clear()
+        assert not engine.loop.woken.wait(1.0) or change == "age"
+        if change == "reset":
+            engine.role.reset()
+            engine.role.free_blocks()
+        assert engine.loop.woken.wait(5.0)
+        assert engine.role.wants_step
+        engine.role.update_stats(stats)
+        assert not engine.role.wants_step
+
+
 def test_leases_are_counted_by_how_they_ended(start: Start) -> None:
     engine, stats = start(), StatsRecorder()
     engine.prefill("r", [3, 1, 6])

@@ -22,11 +22,13 @@ class GlobalTE:
     def __init__(self) -> None:
         self.is_register_buffer = False
         self.hosts: list[str] = []
+        self.transfer_engine: str | None = None
 
     def get_transfer_engine(self, hostname: str, device_name: str | None) -> str:
         assert device_name is None
         self.hosts.append(hostname)
-        return "the engine"
+        self.transfer_engine = "the engine"
+        return self.transfer_engine
 
 
 @pytest.fixture
@@ -54,6 +56,14 @@ def test_the_engine_is_lent_and_all_memory_is_ours_to_register(process: GlobalTE
     assert process.hosts == ["10.0.0.1"]
     assert os.environ["ASCEND_CONNECT_TIMEOUT"] == "7"
     assert int(os.environ["ASCEND_TRANSFER_TIMEOUT"]) > 30_000, "set before the lender starts it"
+
+
+def test_a_pool_that_started_it_before_us_is_told_of(process: GlobalTE, caplog: pytest.LogCaptureFixture) -> None:
+    """Its connector starts it when it is made, so if it is named first, with what the user has set alone."""
+    process.get_transfer_engine("10.0.0.1", None)
+    assert transfer_engine.lender(parse_config({"protocol": "ascend"})) is not None
+    (warning,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert "without ASCEND_TRANSFER_TIMEOUT, ASCEND_THREAD_POOL_SIZE: name PDConnector first" in warning
 
 
 def test_another_transport_leaves_it_alone(process: GlobalTE) -> None:

@@ -1,8 +1,10 @@
 // A stand-in for CANN's ADXL (libllm_datadist.so), by which Mooncake's transport for Ascend reaches peers: processes of
 // this machine, whose memory is read through the kernel. Like HCCS it registers device memory at multiples of 2 MiB only,
-// 256 regions at most, and reads no host memory of a peer. SIMADXL_DIR is where engines find each other; without it, those
-// of one user do. SIMADXL_LINK_MS is how long the link takes that HIXL makes within the first read of a peer: one at a
-// time, and given up after the read's timeout.
+// 256 regions at most, and reads no host memory of a peer. Like HIXL it registers no two regions that overlap, reads what
+// both sides had registered when the link was made, and ends the link when a read fails. Like CANN from 9.1.0 on it offers
+// client-server mode, which both sides must be in. SIMADXL_DIR is where engines find each other; without it, those of one
+// user do. SIMADXL_LINK_MS is how long the link takes that HIXL makes within the first read of a peer: one at a time, and
+// given up after the read's timeout.
 
 #include <sys/stat.h>
 #include <sys/uio.h>
@@ -17,7 +19,6 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <set>
 #include <sstream>
 #include <string>
 #include <thread>
@@ -38,6 +39,7 @@ namespace adxl {
 using Status = uint32_t;
 using ge::AscendString;
 constexpr Status SUCCESS = 0, PARAM_INVALID = 103900, NOT_CONNECTED = 103902, FAILED = 503900, EXHAUSTED = 203900;
+enum FeatureType : int32_t { AUTO_CONNECT, CLIENT_SERVER_COMM };
 enum MemType { MEM_DEVICE, MEM_HOST };
 enum TransferOp { READ, WRITE };
 struct MemDesc {
@@ -57,31 +59,13 @@ struct Region {
   bool holds(uintptr_t start, size_t size) const { return start >= addr && start + size <= addr + len; }
 };
 
-struct Engine {
-  std::mutex mutex, connecting;
-  std::set<std::string> connected;
-  std::string file;
-  std::map<uintptr_t, Region> regions;
+using Regions = std::map<uintptr_t, Region>;
 
-  bool connect(const std::string &peer, int32_t timeout_ms) {
-    std::lock_guard<std::mutex> lock(connecting);
-    if (connected.count(peer)) return true;
-    const char *set = getenv("SIMADXL_LINK_MS");
-    int32_t takes_ms = set ? atoi(set) : 0;
-    std::this_thread::sleep_for(std::chrono::milliseconds(takes_ms < timeout_ms ? takes_ms : timeout_ms));
-    if (takes_ms >= timeout_ms) return false;
-    connected.insert(peer);
-    return true;
-  }
-
-  void publish() {
-    std::ofstream out(file + ".new");
-    out << getpid() << "\n";
-    for (auto &[addr, region] : regions) out << addr << " " << region.len << " " << region.type << "\n";
-    out.close();
-    rename((file + ".new").c_str(), file.c_str());
-  }
-};
+static bool holds(const Regions &regions, uintptr_t start, size_t size) {
+  for (auto &[addr, region] : regions)
+    if (region.type == MEM_DEVICE && region.holds(start, size)) return true;
+  return false;
+}
 
 static std::string file_of(const AscendString &name) {
   const char *set = getenv("SIMADXL_DIR");
@@ -90,10 +74,59 @@ static std::string file_of(const AscendString &name) {
   return directory + "/" + *name.name_;
 }
 
+struct Link {
+  pid_t pid;
+  Regions ours, theirs;
+};
+
+struct Engine {
+  std::mutex mutex, connecting;
+  std::map<std::string, std::shared_ptr<Link>> links;
+  std::string file;
+  Regions regions;
+  bool client_server = false;
+
+  std::shared_ptr<Link> connect(const AscendString &peer, int32_t timeout_ms) {
+    std::lock_guard<std::mutex> lock(connecting);
+    auto &link = links[*peer.name_];
+    if (link) return link;
+    const char *set = getenv("SIMADXL_LINK_MS");
+    int32_t takes_ms = set ? atoi(set) : 0;
+    std::this_thread::sleep_for(std::chrono::milliseconds(takes_ms < timeout_ms ? takes_ms : timeout_ms));
+    if (takes_ms >= timeout_ms) return nullptr;
+    std::ifstream in(file_of(peer));
+    auto made = std::make_shared<Link>();
+    bool theirs_is_client_server;
+    if (!(in >> made->pid >> theirs_is_client_server) || theirs_is_client_server != client_server) return nullptr;
+    Region region;
+    for (int type; in >> region.addr >> region.len >> type;) {
+      region.type = static_cast<MemType>(type);
+      made->theirs[region.addr] = region;
+    }
+    std::lock_guard<std::mutex> registering(mutex);
+    made->ours = regions;
+    return link = made;
+  }
+
+  void disconnect(const AscendString &peer) {
+    std::lock_guard<std::mutex> lock(connecting);
+    links.erase(*peer.name_);
+  }
+
+  void publish() {
+    std::ofstream out(file + ".new");
+    out << getpid() << " " << client_server << "\n";
+    for (auto &[addr, region] : regions) out << addr << " " << region.len << " " << region.type << "\n";
+    out.close();
+    rename((file + ".new").c_str(), file.c_str());
+  }
+};
+
 class AdxlEngine {
  public:
   AdxlEngine();
   ~AdxlEngine();
+  static Status GetCapability(FeatureType, int32_t &);
   Status Initialize(const AscendString &, const std::map<AscendString, AscendString> &);
   void Finalize();
   Status RegisterMem(const MemDesc &, MemType, void *&);
@@ -112,7 +145,15 @@ AdxlEngine::~AdxlEngine() {
   delete engine_;
 }
 
-Status AdxlEngine::Initialize(const AscendString &name, const std::map<AscendString, AscendString> &) {
+Status AdxlEngine::GetCapability(FeatureType, int32_t &value) {
+  value = 1;
+  return SUCCESS;
+}
+
+Status AdxlEngine::Initialize(const AscendString &name, const std::map<AscendString, AscendString> &options) {
+  auto resources = options.find("adxl.LocalCommRes"), pool = options.find("adxl.BufferPool");
+  engine_->client_server = resources != options.end() && resources->second.name_->find("1.3") != std::string::npos;
+  if (engine_->client_server && pool != options.end() && *pool->second.name_ != "0:0") return PARAM_INVALID;
   engine_->file = file_of(name);
   engine_->publish();
   return SUCCESS;
@@ -126,6 +167,10 @@ Status AdxlEngine::RegisterMem(const MemDesc &mem, MemType type, void *&handle) 
   std::lock_guard<std::mutex> lock(engine_->mutex);
   if (type == MEM_DEVICE && mem.addr % (2u << 20)) return PARAM_INVALID;
   if (engine_->regions.size() >= 256) return EXHAUSTED;
+  for (auto &[addr, region] : engine_->regions)
+    if (type == region.type && mem.addr < addr + region.len && addr < mem.addr + mem.len &&
+        !(addr == mem.addr && region.len == mem.len))
+      return PARAM_INVALID;
   engine_->regions[mem.addr] = {mem.addr, mem.len, type};
   engine_->publish();
   handle = reinterpret_cast<void *>(mem.addr);
@@ -146,24 +191,17 @@ Status AdxlEngine::Disconnect(const AscendString &, int32_t) { return SUCCESS; }
 
 Status AdxlEngine::TransferSync(const AscendString &peer, TransferOp operation, const std::vector<TransferOpDesc> &ops,
                                 int32_t timeout_ms) {
-  if (!engine_->connect(*peer.name_, timeout_ms)) return NOT_CONNECTED;
-  std::ifstream in(file_of(peer));
-  pid_t pid = 0;
-  if (!(in >> pid)) return NOT_CONNECTED;
-  std::vector<Region> theirs;
-  Region region;
-  for (int type; in >> region.addr >> region.len >> type;) {
-    region.type = static_cast<MemType>(type);
-    theirs.push_back(region);
-  }
+  auto link = engine_->connect(peer, timeout_ms);
+  if (!link) return NOT_CONNECTED;
   for (auto &op : ops) {
-    bool known = false;
-    for (auto &one : theirs) known |= one.type == MEM_DEVICE && one.holds(op.remote_addr, op.len);
-    if (!known) return PARAM_INVALID;
+    bool known = holds(link->ours, op.local_addr, op.len) && holds(link->theirs, op.remote_addr, op.len);
     iovec here{reinterpret_cast<void *>(op.local_addr), op.len}, there{reinterpret_cast<void *>(op.remote_addr), op.len};
-    ssize_t done = operation == READ ? process_vm_readv(pid, &here, 1, &there, 1, 0)
-                                     : process_vm_writev(pid, &here, 1, &there, 1, 0);
-    if (done != static_cast<ssize_t>(op.len)) return FAILED;
+    ssize_t done = !known              ? -1
+                   : operation == READ ? process_vm_readv(link->pid, &here, 1, &there, 1, 0)
+                                       : process_vm_writev(link->pid, &here, 1, &there, 1, 0);
+    if (done == static_cast<ssize_t>(op.len)) continue;
+    engine_->disconnect(peer);
+    return known ? FAILED : PARAM_INVALID;
   }
   return SUCCESS;
 }
