@@ -228,6 +228,14 @@ class ConnectorConfig(BaseModel):
     def _check_pool_address(cls, pool: str | None) -> str | None:
         return None if pool is None else str(parse_address(pool))
 
+    @field_validator("devices")
+    @classmethod
+    def _check_devices(cls, devices: str) -> str:
+        names = [name.strip() for name in devices.split(",")] if devices else []  # Mooncake passes over what is unknown
+        if not all(names):
+            raise ValueError("a name is empty; write them as in /sys/class/infiniband, such as mlx5_0,mlx5_1")
+        return ",".join(names)
+
     @field_validator("host")
     @classmethod
     def _check_host(cls, host: str | None) -> str | None:

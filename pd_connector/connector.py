@@ -351,8 +351,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
         """Do nothing: decode engines read the blocks where they are."""
 
     def wait_for_save(self) -> None:
-        """Note that vLLM has launched all that the step does: it calls this behind the draft model."""
-        self._worker.steps.launched()
+        """Do nothing: what a step does has been launched when the next one begins, and not always by now."""
 
 
 # MultiConnector looks up its children's statistics by name, so the name must be known wherever the class is.

@@ -153,21 +153,21 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--port", type=int, help="port to listen on, 0 for any (default %(default)s)")
     parser.add_argument(
         "--legs",
-        choices=list(Legs),
+        choices=[*map(str, Legs)],
         help="together: the decode leg is sent with the prefill leg, so that decode servers read what prefill servers "
         "have computed while these go on; in turn while a prefill server's control address is not known, which its "
         "answers tell. in-turn: the decode leg is sent when the prefill leg is answered (default %(default)s)",
     )
     parser.add_argument(
         "--first-token",
-        choices=list(FirstTokenFrom),
+        choices=[*map(str, FirstTokenFrom)],
         help="prefill: streams of greedy text completions begin with the prefill server's own token, as soon as it "
         "has answered, and a decode server goes on behind it. decode: the whole answer is decode servers' "
         "(default %(default)s)",
     )
     parser.add_argument(
         "--without-prefill",
-        choices=list(WithoutPrefill),
+        choices=[*map(str, WithoutPrefill)],
         help="what becomes of a request if no prefill server can be reached, or the only one that took it failed. "
         "fail: the client gets an error. decode: a decode server computes the prompt itself. It is an error either way "
         "if two prefill servers failed it, or one was silent for longer than --request-timeout (default %(default)s)",

@@ -54,6 +54,8 @@ def _run(arguments: Sequence[str] | None) -> int:
         parser.error(str(error))
     if not 0 <= options.port <= MAX_PORT:
         parser.error(f"--port is {options.port}; it must be in 0..{MAX_PORT}")
+    if options.port and not options.listen:
+        parser.error(f"--port is of --listen; a prefill server's is behind its host: --peer HOST:{options.port}")
     if options.tokens < LEAST_TOKENS:
         parser.error(f"--tokens is {options.tokens}; at least {LEAST_TOKENS} are needed")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # it logs to standard output

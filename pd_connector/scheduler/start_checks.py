@@ -18,6 +18,7 @@ from pd_connector.vllm.engine_config import (
     drafts_keep_caches,
     extra_config,
     found_sizes,
+    stop_timeout_s,
 )
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ def check_settings(
     if config.bootstrap_port and role.produces:
         check_one_engine_per_url(vllm_config)
     _warn_of_contradictions(role, vllm_config)
+    _warn_of_idle_settings(config, role, vllm_config)
 
 
 def say_if_prompts_only(interval: int | None, groups: Sequence[Retention]) -> None:
@@ -98,6 +100,22 @@ def say_if_prompts_only(interval: int | None, groups: Sequence[Retention]) -> No
             "PDConnector: what is decoded here is not lent to peers, because vLLM keeps windows and states only at the "
             "ends of prompts; --prefix-cache-retention-interval None keeps those of answers, too"
         )
+
+
+def _warn_of_idle_settings(config: ConnectorConfig, role: EngineRole, vllm_config: "VllmConfig") -> None:
+    """Log a warning for each setting that was given and changes nothing here, where that may surprise."""
+    for setting, is_idle, why in (
+        (
+            "allowed_peers",
+            not role.reads,
+            "this engine contacts nobody; it does not limit who may connect here",
+        ),
+        ("bootstrap_port", not role.produces, "only engines of kv_role kv_producer or kv_both answer routers"),
+        ("cpu_store", not config.cpu_bytes_to_use, "cpu_bytes_to_use is 0"),
+        ("drain_timeout_s", not stop_timeout_s(vllm_config), "without --shutdown-timeout, vLLM stops at once"),
+    ):
+        if is_idle and setting in config.model_fields_set:
+            logger.warning("PDConnector: %s has no effect: %s", setting, why)
 
 
 def _warn_of_contradictions(role: EngineRole, vllm_config: "VllmConfig") -> None:

@@ -25,14 +25,14 @@ def cross_layer_blocks(vllm_config: Any) -> bool:
     if transfer.kv_connector == "MultiConnector":
         children = [child for child in extra.get("connectors", ()) if isinstance(child, Mapping)]
         return any(
-            _is_ours(child.get("kv_connector"), child.get("kv_connector_module_path"))
+            is_ours(child.get("kv_connector"), child.get("kv_connector_module_path"))
             and _switched_on(child.get("kv_connector_extra_config") or {})
             for child in children
         )
-    return _is_ours(transfer.kv_connector, transfer.kv_connector_module_path) and _switched_on(extra)
+    return is_ours(transfer.kv_connector, transfer.kv_connector_module_path) and _switched_on(extra)
 
 
-def _is_ours(connector: str | None, module_path: str | None) -> bool:
+def is_ours(connector: str | None, module_path: str | None) -> bool:
     """Return whether a configured connector is this one: by its module, or by the name that the plugin registers."""
     if module_path:
         return module_path.partition(".")[0] == CONNECTOR_MODULE

@@ -12,7 +12,7 @@ from typing import Any
 
 from pd_connector.vllm.cpu import cpu_layouts
 from pd_connector.vllm.engine_core import core_under_construction
-from pd_connector.vllm.layout_switch import BLOCK_OUTER, SWITCH, cross_layer_blocks
+from pd_connector.vllm.layout_switch import BLOCK_OUTER, SWITCH, cross_layer_blocks, is_ours
 from pd_connector.vllm.npu import allocation
 from pd_connector.vllm.releases.installed import current
 
@@ -114,6 +114,8 @@ def _first_declared() -> _LayoutChoice:
     core = core_under_construction()
     if core is None:
         raise RuntimeError("no engine core is being constructed, whose workers could be asked")
+    if asked := _asked_by_another(core.vllm_config):
+        return _LayoutChoice(None, asked)
     workers = core.collective_rpc(worker_layers)
     if failed := next((worker for worker in workers if isinstance(worker, str)), ""):
         raise RuntimeError(failed)
@@ -128,6 +130,21 @@ def _first_declared() -> _LayoutChoice:
         if name in declared:
             return _LayoutChoice(name, f"{names} takes it")
     return _LayoutChoice(None, f"{names} takes {', '.join(sorted(declared))} only")
+
+
+def _asked_by_another(vllm_config: Any) -> str:
+    """Return what a connector beside this one asks vLLM for, empty if none does: MultiConnector refuses two layouts."""
+    if vllm_config.kv_transfer_config.kv_connector != "MultiConnector":
+        return ""
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector  # noqa: PLC0415  heavy
+
+    for connector, config in MultiConnector._get_connector_classes_and_configs(vllm_config):
+        child = config.kv_transfer_config
+        if is_ours(child.kv_connector, child.kv_connector_module_path):
+            continue
+        if layout := connector.get_required_kvcache_layout(config):
+            return f"{child.kv_connector} beside this connector asks for {layout}"
+    return ""
 
 
 def worker_layers(worker: Any) -> WorkerLayers | str:

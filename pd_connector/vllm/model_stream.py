@@ -2,11 +2,26 @@
 
 import logging
 import multiprocessing
+import sys
 import threading
+from typing import Any
 
 import torch
 
 logger = logging.getLogger(__name__)
+
+
+def event_after_steps(device: torch.device) -> Any:
+    """Return an event behind all work of the steps that the calling thread has launched.
+
+    Behind the sampler and ``wait_for_save``, vllm-ascend moves the states of drafted tokens on its ``global_stream``,
+    for which the model's stream then waits.
+    """
+    own = torch.get_device_module(device).current_stream(device)
+    other = getattr(sys.modules.get("vllm_ascend.utils"), "_GLOBAL_STREAM", None)
+    if other is not None:
+        own.wait_event(other.record_event())
+    return own.record_event()
 
 
 def leave_default_stream(device: torch.device) -> None:

@@ -9,6 +9,8 @@ from typing import Protocol, TypeAlias
 
 import torch
 
+from pd_connector.vllm.model_stream import event_after_steps
+
 
 class Fence(Protocol):
     """A point in a device's work."""
@@ -17,7 +19,7 @@ class Fence(Protocol):
         """Return whether the device has done everything before it. Never blocks. May be called on any thread."""
 
 
-#: Returns a fence after all work that the calling thread's stream has been given; None if all of it is done already.
+#: Returns a fence after all work that steps have been given on the calling thread; None if all of it is done already.
 RaiseFence = Callable[[], Fence | None]
 
 
@@ -25,10 +27,10 @@ class DeviceFence:
     """A fence on a device of ``torch.cuda`` or ``torch.npu``."""
 
     def __init__(self, device: torch.device) -> None:
-        """Record it after all work that the calling thread's current stream on ``device`` has."""
+        """Record it after all work of the steps that the calling thread has launched on ``device``."""
         self._device = device
         self._module = torch.get_device_module(device)
-        self._event = self._module.current_stream(device).record_event()
+        self._event = event_after_steps(device)
 
     def passed(self) -> bool:
         """Implement ``Fence``."""
@@ -50,16 +52,15 @@ class StepEnds:
         self._launched: deque[tuple[int, Fence | None]] = deque()  # with what is after all of their work
 
     def begin(self, steps: Sequence[int]) -> None:
-        """Note that the step of these numbers begins: whatever those before it do has been launched."""
-        self.launched()
-        self._begun += steps
+        """Note that the step of these numbers begins: whatever those before it do has been launched.
 
-    def launched(self) -> None:
-        """Note that all work of the steps that have begun has been given to the device."""
+        Not before: vllm-ascend moves states behind ``wait_for_save``.
+        """
         if self._begun and self._raise_fence is not None:
             fence = self._raise_fence()
             self._launched += [(step, fence) for step in self._begun]
             self._begun = []
+        self._begun += steps
 
     def take(self) -> list[int]:
         """Return the steps that can be reported, each once, with the results of the step that is under way."""

@@ -106,6 +106,7 @@ REFUSED: list[tuple[str, Any]] = [
     ("protocol", "roce"),
     ("protocol", None),
     ("devices", ["mlx5_0"]),
+    ("devices", "mlx5_0,"),
     ("cross_layer_blocks", "true"),
     ("cross_layer_blocks", 1),
     ("lease_ttl_s", 0),
@@ -342,3 +343,8 @@ def test_settings_cannot_be_changed_later() -> None:
 def test_every_key_is_documented() -> None:
     for model in (ConnectorConfig, Tuning):
         assert all(field.description for field in model.model_fields.values())
+
+
+def test_blanks_between_devices_are_no_part_of_their_names() -> None:
+    """Mooncake passes over what it does not find: one card would carry what two should."""
+    assert parse_config({"devices": "mlx5_0, mlx5_1"}).devices == "mlx5_0,mlx5_1"

@@ -32,7 +32,7 @@ from transfer.engine.mooncake_limits import LIMITS, Limits
 from transfer.engine.mooncake_links import MooncakeLink, OwnEngineLink, SharedEngineLink
 from transfer.engine.mooncake_native import NativeEngine, NativeOptions
 from transfer.engine.mooncake_settling import Settling
-from transfer.engine.rdma import INFINIBAND_DEVICES, VERBS_DEVICES, has_rdma_device
+from transfer.engine.rdma import INFINIBAND_DEVICES, VERBS_DEVICES, has_rdma_device, unknown_devices
 from transfer.engine.window import Window
 from transfer.memory import SlotPool
 from transfer.peers import parse_address, parse_ip
@@ -157,6 +157,11 @@ class MooncakeEngine(TransferEngine):
             raise EngineStartError(
                 f"protocol is 'rdma', but there is no RDMA device with an active port in {INFINIBAND_DEVICES}, or none "
                 f"that can be opened in {VERBS_DEVICES}: pass the devices into the container, or use protocol 'tcp'"
+            )
+        if options.protocol == "rdma" and (unknown := unknown_devices(options.devices)):
+            raise EngineStartError(
+                f"devices {options.devices!r}: {', '.join(unknown)} is not in {INFINIBAND_DEVICES}, and Mooncake would "
+                "go on with the others; correct the name, or leave devices empty"
             )
         if options.protocol == "ascend" and (asked := os.environ.get(_ASYNC)) is not None:
             raise EngineStartError(

@@ -15,6 +15,11 @@ def has_rdma_device() -> bool:
     return can_open and any("ACTIVE" in _read(state) for state in INFINIBAND_DEVICES.glob("*/ports/*/state"))
 
 
+def unknown_devices(names: str) -> list[str]:
+    """Return those of comma-separated names that no device of this machine has."""
+    return [name for name in names.split(",") if name and not (INFINIBAND_DEVICES / name).exists()]
+
+
 def _read(path: Path) -> str:
     try:
         return path.read_text()

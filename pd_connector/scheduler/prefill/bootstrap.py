@@ -26,7 +26,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pd_connector.config import ConfigError
 from pd_connector.scheduler.scheduler_role import SchedulerRole
-from transfer.peers import Address, parse_ip, resolve
+from transfer.peers import MAX_PORT, Address, parse_ip, resolve
 
 logger = logging.getLogger(__name__)
 
@@ -120,10 +120,12 @@ def _listen(host: str, port: int) -> socket.socket:
             bound = host
         elif ":" in resolve(host):
             bound = "::"
+        if port > MAX_PORT:  # its index is added to an engine's port
+            raise OSError(f"there are none above {MAX_PORT}")
         family = socket.AF_INET6 if ":" in bound else socket.AF_INET
         return socket.create_server((bound, port), family=family, dualstack_ipv6=bound == "::")
     except OSError as error:
         raise ConfigError(
-            f"bootstrap_port = {port}: cannot listen there, at {bound}: {error.strerror or error}. Set it to a free "
+            f"bootstrap_port = {port}: cannot listen there, at {bound}: {error}. Set it to a free "
             "port; 0 answers no routers"
         ) from error

@@ -51,7 +51,7 @@ class HostCopies:
         loads: BatchCopier,
         record_event: Callable[[], DeviceEvent | None],
     ) -> None:
-        """``record_event`` records an event after all work given to the model's stream; None if that is done already.
+        """``record_event`` records an event after all work of steps; None if that is done already.
 
         ``pool`` is the memory of the slots, in use until ``close`` has returned.
         """

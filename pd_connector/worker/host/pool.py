@@ -15,6 +15,7 @@ from layout.host_slots import slot_geometry
 from pd_connector.config import ConfigError
 from pd_connector.orders import Orders, Report
 from pd_connector.stats import StatsRecorder
+from pd_connector.vllm.model_stream import event_after_steps
 from pd_connector.worker.host.device_copies import CopyEnd, HostCopies
 from pd_connector.worker.host.machine_memory import MachineMemory, machine_memory
 from pd_connector.worker.host.placement import log_placement, near_node
@@ -232,8 +233,7 @@ def _try_copies(
 
 
 def _event_recorder(device: torch.device) -> Callable[[], DeviceEvent | None]:
-    """Return a function that records an event after all work that the model's stream has."""
+    """Return a function that records an event after all work that steps have been given."""
     if device.type == "cpu":
         return lambda: None  # a CPU kernel is done when its call returns
-    module = torch.get_device_module(device)
-    return lambda: module.current_stream(device).record_event()
+    return lambda: event_after_steps(device)

@@ -40,6 +40,10 @@ CONFIG = ["--config", '{"host": "127.0.0.1"}']
         (["--listen", "--port", "65536"], "--port is 65536; it must be in 0..65535"),
         (["--peer", "P", "--api-key", "key\n"], "the API key has blanks, line ends"),
         (["--pool", "P"], "--pool: address 'P' is not host:port"),
+        (
+            ["--peer", "P", "--port", "8100"],
+            "--port is of --listen; a prefill server's is",
+        ),
         (["--pull", "1"], "unrecognized arguments"),
     ],
 )

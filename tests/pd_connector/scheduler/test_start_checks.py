@@ -194,6 +194,31 @@ def test_what_a_recipe_says_of_an_engine_and_is_not_so_is_one_warning(
         assert end in message
 
 
+@pytest.mark.parametrize(
+    ("role", "setting", "says"),
+    [
+        ("kv_producer", {"allowed_peers": ["10.0.0.2"]}, "allowed_peers has no effect: this engine contacts nobody"),
+        ("kv_consumer", {"allowed_peers": ["10.0.0.2"]}, ""),
+        (
+            "kv_consumer",
+            {"bootstrap_port": 9998, "port": 8998},
+            "bootstrap_port has no effect: only engines",
+        ),
+        ("kv_both", {"bootstrap_port": 9998, "port": 8998}, ""),
+        ("kv_both", {"cpu_store": "lazy"}, "cpu_store has no effect: cpu_bytes_to_use is 0"),
+        ("kv_producer", {"drain_timeout_s": 60}, "drain_timeout_s has no effect: without --shutdown-timeout"),
+    ],
+)
+def test_a_setting_that_changes_nothing_is_one_warning(
+    role: str, setting: dict[str, Any], says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = engine(role, tp=1, pp=1)
+    config.shutdown_timeout = 0
+    check_settings(parse_config(setting), EngineRole.of(config), config)
+    assert len(caplog.messages) == bool(says)
+    assert all(message.startswith(f"PDConnector: {says}") for message in caplog.messages)
+
+
 def test_a_pool_is_refused_beside_adapters(tmp_path: Path) -> None:
     config = a_config(tmp_path)
     config.cache_config.enable_prefix_caching, config.lora_config = True, object()

@@ -22,6 +22,8 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what torch and vLLM deprecate of each other is not ours
     import torch
     import vllm.platforms
+    from vllm.config.kv_transfer import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.utils import get_kv_connector_cache_layout
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.platforms.interface import Platform
     from vllm.v1.attention.backend import AttentionBackend, MultipleOf
@@ -105,7 +107,7 @@ class Core(EngineCore):  # type: ignore[misc]
 
     def __init__(self, *workers: Worker) -> None:
         self.workers = workers
-        self.config = layers_config(OUR_CONNECTOR)
+        self.config = self.vllm_config = layers_config(OUR_CONNECTOR)
         self.config.compilation_config.static_forward_context = {}
 
     def collective_rpc(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
@@ -115,6 +117,10 @@ class Core(EngineCore):  # type: ignore[misc]
 
     def wanted(self) -> str | None:
         return wanted_layout(self.config)
+
+    def asked(self) -> str | None:
+        layout: str | None = get_kv_connector_cache_layout(self.config)
+        return layout
 
     def log(self, chosen: str | None) -> None:
         log_layout(self.config, chosen)
@@ -225,6 +231,25 @@ def test_a_layer_that_reads_anothers_cache_must_take_its_blocks_too() -> None:
     layers = CudaLayer(AnyLayout, dense(64)), CudaLayer(TwoLayouts, None, shares="0")
     assert Core(Worker(*layers)).wanted() is None
     assert Core(Worker(layers[0])).wanted() == "BHLNC"
+
+
+@pytest.mark.parametrize(
+    ("beside", "asked"),
+    [("OffloadingConnector", "LBHNC"), ("MooncakeConnector", "LBHNC"), ("MooncakeStoreConnector", "BHLNC")],
+)
+@pytest.mark.usefixtures("cuda")
+def test_beside_a_connector_that_asks_for_a_layout_none_is_wanted(beside: str, asked: str) -> None:
+    """MultiConnector does not start with two layouts."""
+    core = Core(Worker(CudaLayer(AnyLayout, dense(64))))
+    config = core.config
+    config.attention_config, config.model_config.use_mla = SimpleNamespace(hisparse_config=None), False
+    both = {"kv_role": "kv_both", "kv_buffer_device": "cuda"}
+    children = [OUR_CONNECTOR | both, {"kv_connector": beside} | both]
+    config.kv_transfer_config = KVTransferConfig(
+        kv_connector="MultiConnector", kv_role="kv_both", kv_buffer_device="cuda",
+        kv_connector_extra_config={"connectors": children},
+    )  # fmt: skip
+    assert core.asked() == asked
 
 
 class Broken(Worker):

@@ -3,6 +3,7 @@
 Nor is a step that drafts reported before the device has done it. There is no device here: the events are the test's.
 """
 
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -119,6 +120,23 @@ def test_nothing_needs_to_be_waited_for_on_the_cpu() -> None:
     assert raise_fence() is None
 
 
+def test_a_fence_is_behind_the_stream_on_which_vllm_ascend_moves_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, object]] = []
+    moved = object()
+
+    def record_event() -> object:
+        calls.append(("record", "model"))
+        return SimpleNamespace(query=lambda: True)
+
+    model = SimpleNamespace(wait_event=lambda event: calls.append(("wait", event)), record_event=record_event)
+    ascend = SimpleNamespace(_GLOBAL_STREAM=SimpleNamespace(record_event=lambda: moved))
+    monkeypatch.setitem(sys.modules, "vllm_ascend.utils", ascend)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(current_stream=lambda _: model))
+    npu: Any = SimpleNamespace(type="npu")
+    fences(npu)()
+    assert calls == [("wait", moved), ("record", "model")]
+
+
 @pytest.mark.parametrize("device", ["cuda:1", "npu:1"])
 def test_a_fence_is_recorded_on_the_models_stream_and_asked_on_any_thread(
     monkeypatch: pytest.MonkeyPatch, device: str
@@ -158,10 +176,9 @@ def test_a_step_is_reported_when_the_device_has_done_all_that_it_has_launched() 
     steps = StepEnds(work.raise_fence)
     steps.begin([1])
     assert steps.take() == [], "its drafts are not launched yet"
-    steps.launched()
-    assert steps.take() == []
     steps.begin([2])
-    steps.launched()
+    assert steps.take() == []
+    steps.begin([])
     (first, second) = work.raised
     second.set()
     assert steps.take() == [], "what comes later is done first"
@@ -170,8 +187,8 @@ def test_a_step_is_reported_when_the_device_has_done_all_that_it_has_launched() 
     assert steps.take() == []
 
 
-def test_what_a_step_has_launched_is_known_when_the_next_begins_at_the_latest() -> None:
-    """VLLM may not say so of a step."""
+def test_what_a_step_has_launched_is_known_when_the_next_begins() -> None:
+    """Not before: behind the last call of a step, vllm-ascend moves states."""
     work = Work()
     steps = StepEnds(work.raise_fence)
     steps.begin([1])
@@ -185,11 +202,11 @@ def test_steps_without_drafts_are_reported_at_once_and_so_are_all_where_nothing_
     steps = StepEnds()
     steps.begin([1])
     assert steps.take() == [1]
-    steps.launched()
+    steps.begin([])
     assert steps.take() == []
     steps = StepEnds(no_fence)
     steps.begin([1])
-    steps.launched()
+    steps.begin([])
     assert steps.take() == [1]
 
 
@@ -203,7 +220,7 @@ def test_a_worker_reports_a_step_that_drafts_when_its_device_has_done_it(
     worker = start("kv_producer").worker
 
     def step(*numbers: int) -> dict[int, int]:
-        """What is reported in a step, whose results vLLM takes before or behind ``wait_for_save``."""
+        """What is reported in a step, behind whose last call vLLM may launch more."""
         worker.bind_connector_metadata(StepMetadata(Orders(steps=numbers)))
         report = worker.build_connector_worker_meta()
         worker.wait_for_save()

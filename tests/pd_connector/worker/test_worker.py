@@ -42,6 +42,7 @@ class Part:
     request_id: str
     failure: str = ""
     is_told: bool = False
+    comes_of_leaving: bool = False
 
     def count(self, stats: StatsRecorder) -> None:
         stats.count("parts", label=self.request_id)

@@ -266,7 +266,6 @@ class NamedPrefill:
         steps = dict.fromkeys(self._step_ends.take(), self.ranks if ranks is None else ranks)
         if self._drafts:
             self._drafting.append((threading.Event(), step))
-        self._step_ends.launched()
         failed = loaded if self.fails_loads else set[str]()
         self._failures.settle(loaded, failed)
         report = Report(stores=stored, steps=steps, failed=self._failures.take_requests())
@@ -396,7 +395,7 @@ class NamedPrefill:
         return {load.request_id for load in loads}
 
     def _raise_fence(self) -> Any:
-        return SimpleNamespace(passed=self._drafting[-1][0].is_set)
+        return SimpleNamespace(passed=self._drafting[-1][0].is_set) if self._drafting else None
 
     def _load_sibling(self, step: StepUnderWay) -> set[int]:
         """Carry out what the sibling loads in a step, or fail; return the blocks that it then reports."""

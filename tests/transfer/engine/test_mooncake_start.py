@@ -22,7 +22,7 @@ import pytest
 from layout.copies import Copies
 from layout.cost import CostModel
 from tests.support.memory import Memory, even_copies
-from transfer.engine import mooncake_native, rdma
+from transfer.engine import mooncake, mooncake_native, rdma
 from transfer.engine.ascend_environment import link_s
 from transfer.engine.interface import EngineStartError, ReadFailed
 from transfer.engine.mooncake import PROTOCOLS, MooncakeEngine, MooncakeOptions
@@ -222,6 +222,15 @@ def test_an_rdma_device_must_be_active_and_passed_into_the_container(
     monkeypatch.setattr(rdma, "INFINIBAND_DEVICES", devices)
     monkeypatch.setattr(rdma, "VERBS_DEVICES", verbs)
     assert rdma.has_rdma_device() is is_there
+
+
+def test_a_device_that_is_not_there_is_named_though_others_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Mooncake would go on with those, and nobody would know why reads are slow."""
+    (tmp_path / "mlx5_0").mkdir()
+    monkeypatch.setattr(rdma, "INFINIBAND_DEVICES", tmp_path)
+    monkeypatch.setattr(mooncake, "has_rdma_device", lambda: True)
+    with pytest.raises(EngineStartError, match=r"devices 'mlx5_0,mlx5_l': mlx5_l is not in .* leave devices empty"):
+        MooncakeEngine(MooncakeOptions("127.0.0.1", protocol="rdma", devices="mlx5_0,mlx5_l"))
 
 
 def test_mooncake_takes_no_other_transport_where_no_device_can_be_used() -> None:

@@ -94,6 +94,11 @@ def test_a_port_in_use_is_named_with_the_way_out() -> None:
             Bootstrap("127.0.0.1", 4711, (1, 1), port)
 
 
+def test_a_port_that_an_engines_index_makes_too_large_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"bootstrap_port = 65536: cannot listen there.*none above 65535"):
+        Bootstrap("127.0.0.1", 4711, (1, 1), 65536)
+
+
 def test_a_connection_that_says_nothing_is_ended(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bootstrap, "_CONNECTION_S", 0.2)
     server = serve()
