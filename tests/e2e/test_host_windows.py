@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.host_tier, on(HOST_WINDOWS), pytest.mark.parametrize("
 
 
 #: Of each prompt, more blocks are leased than a tenth of the device's: it moves.
-@pytest.mark.parametrize("tokens", [2 * WINDOW + BLOCK_SIZE + 1, 1000])
+@pytest.mark.parametrize("tokens", [4 * WINDOW + BLOCK_SIZE + 1, 1000])
 def test_a_prompt_goes_from_host_memory_to_host_memory(pair: Pair, tokens: int) -> None:
     prompt = make_prompt(tokens, ("windows in host memory", tokens))
     with pair.traffic() as traffic:
