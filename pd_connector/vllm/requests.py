@@ -44,20 +44,26 @@ def computes_whole_prompt(request: "Request") -> bool:
     return bool(request.skip_reading_prefix_cache) or any(each is not None for each in asked)
 
 
+def is_session(request: "Request") -> bool:
+    """Return whether a client may go on with a request's prompt behind its answer (streaming input)."""
+    return bool(request.resumable)
+
+
 def leave_last_token(request: "Request", hash_tokens: int) -> bool:
     """Take the last token off the prompt of a request that has just come, whose answer then has one token.
 
-    Returns False, and changes nothing, if there is no other token, or if the last one is of an image or the like.
+    Returns False, and changes nothing, if there is no other token, if the last one is of an image or the like, or if
+    more tokens may follow it.
 
     ``hash_tokens``: tokens of the blocks that vLLM hashes.
     """
     tokens = request.num_prompt_tokens
-    if tokens < 2 or request.num_computed_tokens or ends_with_media(request):
+    if tokens < 2 or request.num_computed_tokens or ends_with_media(request) or is_session(request):
         return False
-    if request.prompt_token_ids is not None:
-        del request.prompt_token_ids[-1:]
+    if request.prompt_token_ids is not None:  # without a process of its own, the engine shares it with the client
+        request.prompt_token_ids = request.prompt_token_ids[:-1]
     if getattr(request, "prompt_is_token_ids", None) is not None:
-        del request.prompt_is_token_ids[-1:]
+        request.prompt_is_token_ids = request.prompt_is_token_ids[:-1]
     if request.prompt_embeds is not None:
         request.prompt_embeds = request.prompt_embeds[:-1]
     del request._all_token_ids[-1:]

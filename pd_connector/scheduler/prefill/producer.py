@@ -26,7 +26,7 @@ from pd_connector.vllm.device_blocks import DeviceBlocks, HeldBlocks
 from pd_connector.vllm.engine_core import EngineLoop
 from pd_connector.vllm.model_identity import of_engine
 from pd_connector.vllm.prompts import Prompts
-from pd_connector.vllm.requests import prefill_is_complete
+from pd_connector.vllm.requests import is_session, prefill_is_complete
 from transfer.control.keys import ControlKeys
 from transfer.control.server import ControlServer
 from transfer.peers import Address
@@ -278,7 +278,8 @@ class Producer(SchedulerRole):
         assert self._closing.is_set() or self._expiry.is_alive(), "the expiry thread has died"
 
     def _is_to_be_leased(self, request: "VllmRequest", block_ids: Sequence[Sequence[int]]) -> bool:
-        is_computed = prefill_is_complete(request) and any(block_ids)
+        # What a lease says of a prompt is of that which came: a session's goes on, and its states are after all of it.
+        is_computed = prefill_is_complete(request) and any(block_ids) and not is_session(request)
         is_wanted = not self._announcer.is_unwanted(request.request_id)
         is_spoilt = self._external.is_spoilt(request) or request.request_id in self._outdated
         is_right = not (is_spoilt or self._announcer.may_lack_tokens(request))

@@ -106,6 +106,16 @@ def test_a_prompt_without_its_last_token_is_what_a_shorter_one_is(tokens: int) -
     assert request.block_hashes == shorter.block_hashes
 
 
+def test_choices_that_share_a_prompt_with_their_client_are_cut_alike() -> None:
+    """As in an engine without a process of its own: vLLM's request keeps the list that it is given."""
+    prompt = [1, 2, 3, 4]
+    for _ in range(2):
+        request = Request("r", prompt, SamplingParams(max_tokens=1), None)
+        assert leave_last_token(request, HASHED)
+        assert request.prompt_token_ids == [1, 2, 3]
+    assert prompt == [1, 2, 3, 4]
+
+
 def test_embeddings_of_a_prompt_are_cut_as_well() -> None:
     embedded = torch.arange(12.0).view(4, 3)
     request = Request("r", None, SamplingParams(max_tokens=1), None, prompt_embeds=embedded)
@@ -120,7 +130,7 @@ def test_a_prompt_that_cannot_do_without_its_last_token_stays_whole() -> None:
     computed.num_computed_tokens = 1
     with_image = a_hashed_request(5)
     with_image.mm_features = [image]
-    for request in (a_hashed_request(1), with_image, computed):
+    for request in (a_hashed_request(1), with_image, computed, a_hashed_request(5, resumable=True)):
         before = request.num_prompt_tokens
         assert not leave_last_token(request, HASHED)
         assert (request.num_prompt_tokens, request.num_tokens, request.max_tokens) == (before, before, 9)

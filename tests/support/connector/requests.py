@@ -33,6 +33,7 @@ class FakeRequest:
     num_computed_tokens: int = 0
     sampling_params: Any = None
     skip_reading_prefix_cache: bool = False
+    resumable: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:

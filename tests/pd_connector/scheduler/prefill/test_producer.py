@@ -102,7 +102,13 @@ def test_a_finished_prompt_is_leased_and_its_blocks_are_held_until_the_lease_end
 
 
 @pytest.mark.parametrize(
-    "changes", [{"status": RequestStatus.FINISHED_ABORTED}, {"kv_transfer_params": None}, {"kv_transfer_params": {}}]
+    "changes",
+    [
+        {"status": RequestStatus.FINISHED_ABORTED},
+        {"kv_transfer_params": None},
+        {"kv_transfer_params": {}},
+        {"resumable": True},  # a session: its blocks are of more than the prompt that came first
+    ],
 )
 def test_what_was_not_computed_for_another_engine_is_not_leased(start: Start, changes: dict[str, Any]) -> None:
     engine = start()
