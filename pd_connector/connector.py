@@ -290,7 +290,11 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
 
     def unregister_kv_caches(self) -> None:
         """Let go of the KV caches, which vLLM is about to unmap: sleep mode. Called since vLLM 0.33."""
-        self._worker.unregister_caches()
+        try:
+            self._worker.unregister_caches()
+        except RuntimeError as error:
+            error.add_note("PDConnector transfers nothing until the engine sleeps, or starts again")
+            raise
 
     def restore_kv_caches(self) -> None:
         """Register the KV caches again, which vLLM has mapped where they were. It asks for handshakes after that."""

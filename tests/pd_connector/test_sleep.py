@@ -144,8 +144,9 @@ def test_memory_that_a_read_may_still_touch_does_not_go_however_often_one_asks(
     with monkeypatch.context() as patch:
         patch.setattr(pulls, "check_ended", still_runs)
         for _ in range(2):
-            with pytest.raises(RuntimeError, match="did not end"):
+            with pytest.raises(RuntimeError, match="did not end") as raised:
                 d.worker.unregister_kv_caches()
+            assert raised.value.__notes__ == ["PDConnector transfers nothing until the engine sleeps, or starts again"]
     put_to_sleep(d)
     wake_up(d)
     assert_pulls_right(p, d, "again")
