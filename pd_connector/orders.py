@@ -245,6 +245,7 @@ class CanaryRoom:
     tokens: int  # of a prompt, at most
     prompts: int  # at a time
     border: int  # tokens at whose multiples one begins
+    least: int  # tokens from there on that show something of every plane
 
 
 @dataclass(frozen=True)

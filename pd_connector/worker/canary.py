@@ -14,7 +14,7 @@ from typing import TypeAlias
 import torch
 
 from layout.cost import CostModel
-from layout.geometry import Plane, Region, WorkerGeometry
+from layout.geometry import CacheGroup, Plane, Region, WorkerGeometry
 from layout.plan import BlockTable
 from layout.scratch import blocks_of_tokens, scratch_bytes, scratch_geometry
 from pd_connector.orders import CanaryEnds, CanaryReference, CanaryRoom, Cause, Orders, PullOrder, Report, block_table
@@ -38,6 +38,9 @@ logger = logging.getLogger(__name__)
 #: Tokens of a canary, if they take no more memory than this on a worker; and canaries at a time, likewise.
 _TOKENS, _PROMPTS, _MOST_BYTES = 512, 4, 64 << 20
 
+#: Tokens that prove an engine, where those of a block can be read one by one: blocks may have thousands.
+_LEAST_TOKENS = 16
+
 #: How long a connection for canaries stays open without one.
 _IDLE_S = 0.0
 _OF_DRAFTS = frozenset({"mtp", "draft_model"})  # parts of the names of a draft's layers
@@ -49,12 +52,22 @@ def canary_room(geometry: WorkerGeometry) -> CanaryRoom:
 
     At least two blocks of every cache group, or units: one of them is whole wherever the tokens begin.
     """
-    border = math.lcm(*(group.unit_tokens for group in geometry.groups if not group.states))
-    least = 2 * border
-    tokens = max(_TOKENS, least)
-    while tokens > least and _bytes(geometry, tokens) > _MOST_BYTES:
-        tokens = max(tokens // 2, least)
-    return CanaryRoom(tokens, max(1, min(_PROMPTS, _MOST_BYTES // max(_bytes(geometry, tokens), 1))), border)
+    groups = [group for group in geometry.groups if not group.states]
+    border = math.lcm(*(group.unit_tokens for group in groups))
+    fewest = 2 * border
+    tokens = max(_TOKENS, fewest)
+    while tokens > fewest and _bytes(geometry, tokens) > _MOST_BYTES:
+        tokens = max(tokens // 2, fewest)
+    prompts = max(1, min(_PROMPTS, _MOST_BYTES // max(_bytes(geometry, tokens), 1)))
+    return CanaryRoom(tokens, prompts, border, max(map(_least_tokens, groups), default=1))
+
+
+def _least_tokens(group: CacheGroup) -> int:
+    """Return how many tokens, from a unit's first on, show something of every plane of a group."""
+    by_token = all(
+        not plane.packing and plane.tokens_per_row == 1 and plane.tokens.ranks == 1 for plane in group.planes
+    )
+    return min(group.unit_tokens, _LEAST_TOKENS) if by_token else group.unit_tokens
 
 
 def _bytes(geometry: WorkerGeometry, tokens: int) -> int:

@@ -146,6 +146,22 @@ class TestOneStateOfARequest:
 
 
 @on(GRANITE_BORDERS)
+@pairs(SAME)
+def test_a_short_prompt_proves_the_prefill_server_for_short_ones_and_a_longer_one_for_all(pair: Pair) -> None:
+    pair.wait_until_at_rest()
+    assert pair.decode.client.reset_prefix_cache()  # D forgets that it is proven
+    start = pair.decode.client.metrics()
+    for tokens, is_pulled in (40, False), (41, True), (300, False), (42, True), (301, True):
+        prompt = make_prompt(tokens, (pair.name, "proof", tokens))
+        with pair.traffic() as traffic:
+            pair.assert_right(pair.disaggregate(prompt), prompt)
+        assert traffic.pulled("pulls") == is_pulled, f"{tokens} tokens"
+    added = pair.decode.client.metrics().since(start)
+    assert added.value("vllm:pd_canaries_total", outcome="proven") == 2
+    assert added.value("vllm:pd_prompts_computed_total", cause="unproven") == 0
+
+
+@on(GRANITE_BORDERS)
 @pairs(SAME, FEWER)
 class TestBordersOfMamba2:
     def test_the_next_turn_pulls_only_what_is_new(self, pair: Pair) -> None:

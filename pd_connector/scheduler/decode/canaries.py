@@ -1,14 +1,18 @@
 """Canaries: prompts that prove a prefill engine, because they are computed here and pulled from it as well.
 
 Engines declare what they serve, and may still compute different keys and values: by other rotary tables, weights,
-scales or adapters. So the first prompt of a block or more that is to be pulled from a prefill engine, or with an
-adapter, that has not been tried is computed here, and its last tokens are pulled into scratch memory. What the workers
-say of the two decides whether anything of that engine is ever used:
+scales or adapters. So the first prompt of enough tokens that is to be pulled from a prefill engine, or with an adapter,
+that has not been tried is computed here, and its last tokens are pulled into scratch memory. What the workers say of
+the two decides whether anything of that engine is ever used:
 
     untried --- a prompt is computed here, and pulled ---> awaited --- they agree ---> proven
        ^                                                      |------- they differ --> refused, as long as it lives
        |--- the request leaves, or its lease is lost ---------|
        '--- some seconds later ------------------- out of reach, or of no use here
+
+States are compared at a border of blocks: the running one is after all but the last token there, and after later ones
+here. So a prompt that ends before its first border shows nothing of them, and proves an engine for such prompts only;
+the first longer one is tried as if none had been.
 
 Requests that meet an engine whose verdict is awaited wait for it, a while, without blocks. What two engines declare is
 compared at every handshake, by ``layout.compatibility``.
@@ -93,6 +97,8 @@ class _Canary:
     area: int
     preemptions: int  # of the request, when it began
     ends: CanaryEnds
+    border: int  # tokens after which the state is compared; 0: none
+    is_whole: bool  # what it proves holds for prompts with a state at a border, too
     is_same_prompt: bool
     is_decode_leg: bool
     held: "tuple[KVCacheBlock, ...] | None" = None
@@ -131,7 +137,8 @@ class Canaries(SchedulerRole):
         self._room: CanaryRoom | None = None  # None until workers are known
         self._ranks = 0
         self._free: list[int] = []  # areas of the scratch memory
-        self._verdicts: LastFew[_Key, Refused | None] = LastFew(_MAX_VERDICTS)  # None if it is proven
+        #: Whether it is proven for all prompts, or only for those that end before a border of states.
+        self._verdicts: LastFew[_Key, Refused | bool] = LastFew(_MAX_VERDICTS)
         self._under_way: dict[str, _Canary] = {}  # by request
         #: By request that waits for a verdict: since when nothing was computed of its canary, and of how many tokens.
         self._waits: dict[str, tuple[float, int]] = {}
@@ -147,7 +154,8 @@ class Canaries(SchedulerRole):
         self._ranks = len(handshakes)
         if self._room is None:
             tokens, prompts = min(room.tokens for room in rooms), min(room.prompts for room in rooms)
-            self._room = CanaryRoom(tokens, prompts, math.lcm(*(room.border for room in rooms)))
+            border, least = math.lcm(*(room.border for room in rooms)), max(room.least for room in rooms)
+            self._room = CanaryRoom(tokens, prompts, border, least)
             self._free = list(range(self._room.prompts))[::-1]
 
     def look(self, request: "Request", remote: RemotePrefill) -> Standing | Refused:
@@ -158,7 +166,7 @@ class Canaries(SchedulerRole):
         if not self.tries:
             return Standing.PROVEN
         now, key = self._clock(), _key(request, remote)
-        standing = self._standing(key, now)
+        standing = self._standing(request, remote, now)
         if standing is not Standing.AWAITED:
             self._waits.pop(request.request_id, None)
             return standing
@@ -180,7 +188,7 @@ class Canaries(SchedulerRole):
 
     def is_proven(self, request: "Request", remote: RemotePrefill) -> bool:
         """Return whether the prefill engine that holds a request's prompt is proven. The request waits for nothing."""
-        return not self.tries or self._standing(_key(request, remote), self._clock()) is Standing.PROVEN
+        return not self.tries or self._standing(request, remote, self._clock()) is Standing.PROVEN
 
     def begin(
         self,
@@ -190,11 +198,13 @@ class Canaries(SchedulerRole):
         *,
         is_same_prompt: bool,
         is_decode_leg: bool = True,
+        held_states: Collection[int] | None = None,
     ) -> bool:
         """Make a request the canary of an untried engine, if it can be one; return whether it is.
 
-        The pull of the last tokens that it computes here is ordered, into scratch memory. It cannot be one if they do
-        not fill a block, or if other engines are being proven in all of that memory.
+        The pull of the last tokens that it computes here is ordered, into scratch memory. It cannot be one if they are
+        too few, if its last state at a border is here already, or if other engines are being proven in all of that
+        memory.
 
         Args:
             request: it was given its first blocks, and will be computed here.
@@ -202,18 +212,25 @@ class Canaries(SchedulerRole):
             computed_tokens: at the begin of its prompt, which are here already.
             is_same_prompt: whether it is known that the engine has computed the same prompt, images included.
             is_decode_leg: whether somebody keeps its lease alive until ``take_ended`` returns it.
+            held_states: after how many tokens the engine has all states, that after the last left out; None: unknown.
         """
         key, tokens = _key(request, remote), self._tokens(request, remote, computed_tokens)
-        assert self._standing(key, self._clock()) is Standing.UNTRIED, "the engine is tried"
-        if tokens is None or not self._free:
+        assert self._standing(request, remote, self._clock()) is Standing.UNTRIED, "the engine is tried"
+        last = self._last_border(request, remote)
+        if tokens is None or 0 < last <= computed_tokens or not self._free:
             return False
+        is_whole = last > 0 or not any(kept.earlier_states for kept in self._groups)
+        if held_states is not None and last not in held_states and last != tokens.stop:
+            # vLLM keeps another one if a step has ended there.
+            unit = hit_unit(self._blocks, self._groups, tokens.stop)
+            last = max((each for each in held_states if computed_tokens < each < last and not each % unit), default=0)
         area = self._free.pop()
         canary = _Canary(
-            request, key, tokens, computed_tokens, area, request.num_preemptions, CanaryEnds(0), is_same_prompt,
-            is_decode_leg,
+            request, key, tokens, computed_tokens, area, request.num_preemptions, CanaryEnds(0), last, is_whole,
+            is_same_prompt, is_decode_leg,
         )  # fmt: skip
         self._under_way[request.request_id] = canary
-        block_ids = tuple(self._area(kept, area, tokens) for kept in self._groups)
+        block_ids = tuple(self._area(kept, canary) for kept in self._groups)
         self._orders.append(
             PullOrder(request.request_id, remote, block_ids, tokens.start, tokens.stop, uuid.uuid4().hex)
         )
@@ -308,7 +325,8 @@ class Canaries(SchedulerRole):
         may_differ = bool(self.counts) or not self._verdicts  # a verdict comes with a count; they may be thousands
         super().update_stats(stats)
         if may_differ:
-            refused = sum(verdict is not None and verdict.cause is Cause.CANARY for verdict in self._verdicts.values())
+            verdicts = (each for each in self._verdicts.values() if isinstance(each, Refused))
+            refused = sum(verdict.cause is Cause.CANARY for verdict in verdicts)
             stats.gauge("peers_refused", refused)
 
     def check_integrity(self) -> None:
@@ -317,36 +335,37 @@ class Canaries(SchedulerRole):
         assert sorted(areas) == list(range(self._room.prompts if self._room is not None else 0)), "an area is lost"
         keys = [canary.key for canary in self._under_way.values()]
         assert len(set(keys)) == len(keys), "an engine is being proven twice"
-        assert not self._verdicts.keys() & set(keys), "an engine is being proven that has its verdict"
+        assert not any(map(self._verdicts.get, keys)), "an engine is being proven that has its verdict"
         assert all(canary.ends.ranks < self._ranks for canary in self._under_way.values()), "one should have ended"
 
-    def _standing(self, key: _Key, now: float) -> Standing | Refused:
-        if key in self._verdicts:
-            verdict = self._verdicts[key]
+    def _standing(self, request: "Request", remote: RemotePrefill, now: float) -> Standing | Refused:
+        key = _key(request, remote)
+        verdict = self._verdicts.get(key)
+        if verdict is not None:
             self._verdicts.move_to_end(key)  # those of engines that have ended are forgotten first
-            if verdict is None:
+            if isinstance(verdict, Refused):
+                if now < verdict.until:
+                    return verdict
+                del self._verdicts[key]
+            elif verdict or not self._last_border(request, remote):
                 return Standing.PROVEN
-            if now < verdict.until:
-                return verdict
-            del self._verdicts[key]
         is_tried = any(canary.key == key for canary in self._under_way.values())
         return Standing.AWAITED if is_tried else Standing.UNTRIED
 
     def _tokens(self, request: "Request", remote: RemotePrefill, computed_tokens: int) -> range | None:
-        """Return the last tokens of a prompt that both compute, in whole blocks from the first; None if too few."""
+        """Return the last tokens of a prompt that both compute, from the begin of a block on; None if too few."""
         if self._room is None:
             return None
-        end = min(request.num_prompt_tokens, remote.remote_num_tokens) - 1
-        border = self._room.border
+        end, border = _end(request, remote), self._room.border
         first = -(-max(computed_tokens, end - self._room.tokens) // border) * border
-        return range(first, end) if end - first >= border else None
+        return range(first, end) if end - first >= self._room.least else None
 
-    def _area(self, kept: Retention, area: int, tokens: range) -> tuple[int, ...]:
-        """Return the block table of a cache group in an area of the scratch memory, as far as the tokens are kept."""
+    def _area(self, kept: Retention, canary: _Canary) -> tuple[int, ...]:
+        """Return the block table of a cache group in a canary's scratch memory, as far as its tokens are kept."""
         assert self._room is not None, "no worker is known"
-        size = kept.block_tokens
+        size, area, tokens = kept.block_tokens, canary.area, canary.tokens
         if kept.states:
-            running, border = running_entry(tokens.stop, size), self._border(tokens) // size - 1
+            running, border = running_entry(tokens.stop, size), canary.border // size - 1
             ids = dict.fromkeys((border,), 2 + area * STATES) | {running: 1 + area * STATES}
             return tuple(ids.get(entry, 0) for entry in range(running + 1))
         of_area = blocks_holding(min(self._room.tokens, kept.window or self._room.tokens), size)
@@ -355,10 +374,10 @@ class Canaries(SchedulerRole):
         base = 1 + area * of_area
         return (*[0] * needed, *range(base, base + end - needed))
 
-    def _border(self, tokens: range) -> int:
-        """Return after how many tokens the state is compared: the last that vLLM keeps of what is computed here."""
-        unit = hit_unit(self._blocks, self._groups, tokens.stop)
-        return reached(self._blocks, unit, tokens.stop + 1)
+    def _last_border(self, request: "Request", remote: RemotePrefill) -> int:
+        """Return after how many tokens vLLM keeps the last state of what both compute, if that is here; 0: none."""
+        tokens = _end(request, remote)
+        return reached(self._blocks, hit_unit(self._blocks, self._groups, tokens), tokens + 1)
 
     @staticmethod
     def _is_open(canary: _Canary) -> bool:
@@ -375,7 +394,7 @@ class Canaries(SchedulerRole):
         table, held = list[tuple[int, ...]](), []
         for group, (kept, blocks) in enumerate(zip(self._groups, self._blocks.table(request_id), strict=True)):
             if kept.states:  # the running one goes on with every token
-                border = self._border(tokens) // kept.block_tokens - 1
+                border = canary.border // kept.block_tokens - 1
                 state = self._blocks.found_state(canary.request, group, border, kept.block_tokens)
                 table.append(() if state is None else (*[0] * border, int(state.block_id)))
                 held += [] if state is None else [state]
@@ -433,13 +452,14 @@ class Canaries(SchedulerRole):
             )  # fmt: skip
         else:
             self.counts["canaries", "proven"] += 1
-            self._verdicts[canary.key] = None
+            self._verdicts[canary.key] = canary.is_whole
             logger.info(
-                "PDConnector: %s is proven: %d tokens of request %s, pulled from there, agree with what was computed "
-                "here, in %d parts of layers", name, len(canary.tokens), request_id, ends.samples,
+                "PDConnector: %s is proven%s: %d tokens of request %s, pulled from there, agree with what was computed "
+                "here, in %d parts of layers", name, "" if canary.is_whole else " for prompts that end before a state "
+                "at a border", len(canary.tokens), request_id, ends.samples,
             )  # fmt: skip
 
-    def _refuse(self, name: _Key, request_id: str, difference: str) -> Refused | None:
+    def _refuse(self, name: _Key, request_id: str, difference: str) -> Refused | bool:
         """Return the verdict on an engine that differs."""
         found = f"{name} computes other keys and values than this engine: {difference}"
         way_out = "serve the same weights, adapters, --max-model-len and vLLM release on both sides"
@@ -447,7 +467,7 @@ class Canaries(SchedulerRole):
             logger.warning(
                 "PDConnector: %s (request %s). They are used all the same (canary = warn)", found, request_id
             )
-            return None
+            return True
         logger.error(
             "PDConnector: %s (request %s). Nothing is pulled from there for as long as it lives; %s, or set canary to "
             "warn or off", found, request_id, way_out,
@@ -457,3 +477,8 @@ class Canaries(SchedulerRole):
 
 def _key(request: "Request", remote: RemotePrefill) -> _Key:
     return _Key(remote.remote_engine_id, remote.remote_host, remote.remote_port, adapter(request))
+
+
+def _end(request: "Request", remote: RemotePrefill) -> int:
+    """Return how many tokens of a prompt both compute; the last one is computed by whoever decodes."""
+    return min(int(request.num_prompt_tokens), remote.remote_num_tokens) - 1

@@ -67,7 +67,7 @@ class ComputedPrompts:
                 self._warnings.warn(
                     "unproven",
                     f"PDConnector: request {request.request_id} is computed here: its prefill engine is not proven "
-                    "yet, and the prompt has no whole block that could do it, or there is no room for one",
+                    "yet, and what is computed of the prompt is too short to do it, or there is no room for that",
                 )
                 return ComputedHere.UNPROVEN
         return ComputedHere.DECLINED

@@ -412,8 +412,8 @@ class Consumer(SchedulerRole):
             return False
         if self._needed.lacking(remote, computed_tokens):
             return False
-        is_same = self._prompts.are_equal(request, remote)
-        if not self._canaries.begin(request, remote, computed_tokens, is_same_prompt=is_same):
+        is_same, held = self._prompts.are_equal(request, remote), self._needed.held_states(remote)
+        if not self._canaries.begin(request, remote, computed_tokens, is_same_prompt=is_same, held_states=held):
             return False
         self._legs.put(request.request_id, Proving(remote))
         self._renewals.start_reading(request.request_id)

@@ -185,7 +185,7 @@ def test_an_engine_that_pulls_proves_where_it_pulls_from(
     side.add(REQUEST)
     assert side.missing_tokens(REQUEST, 0) is None, "its workers say what they have room for"
     assert side.wants_step()
-    room = CanaryRoom(512, 1, 16)
+    room = CanaryRoom(512, 1, 16, 16)
     side.set_workers({(0, 0): dataclasses.replace(a_handshake(0, 0, 0), canary=room)})
     assert side.missing_tokens(REQUEST, 0) == 0
 

@@ -9,8 +9,11 @@ from unittest.mock import create_autospec
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from layout.cost import CostModel
+from layout.plan import BlockTable
 from layout.scratch import blocks_of_tokens, scratch_bytes
 from pd_connector.orders import CanaryEnds, CanaryReference, Cause, Orders, PullOrder
 from pd_connector.worker import canary, quarantine
@@ -25,8 +28,11 @@ from pd_connector.worker.session import PeerSession
 from tests.support.connector.engines import MODEL, OURS, THEIRS, DecodeWorker, PrefillEngine, Site, an_order, tables
 from tests.support.devices.shared_devices import SharedDevices
 from tests.support.engine.ipc_engines import FakeIpcEngine
-from tests.support.layout.oracle import Engine, build
+from tests.support.layout.oracle import LAYOUTS, WHOLE_HEADS, Engine, build
+from tests.support.layout.ranks import a_rank, compressed, reader_of
+from tests.support.layout.strategies import engines, models, thorough
 from tests.support.waiting import ManualClock, holds_for, until
+from transfer.copies.checksums.values import read_values
 
 TOKENS = range(16, 69)
 #: Its blocks in scratch memory: the first is not asked for.
@@ -160,6 +166,24 @@ def test_what_lies_before_the_canarys_tokens_is_not_compared(site: Site) -> None
     each.role.execute(Orders(canaries=(canary_order(p),)))
     each.role.execute(Orders(references=(COMPUTED,)))
     assert each.end().difference == ""
+
+
+@pytest.mark.parametrize(("spoilt", "is_found"), [(range(0), False), (range(19), True), (range(19, 64), False)])
+def test_a_prompt_that_fills_no_block_is_compared_up_to_its_last_token(
+    site: Site, spoilt: range, is_found: bool
+) -> None:
+    """Of blocks of unequal sizes."""
+    p = site.prefill(Engine(layout="BHLNC", tp=2, block_tokens=48))
+    each = checked(site, site.decode(Engine(layout="LBHNC", block_tokens=64))[0])
+    rank, ours = each.worker.rank, tables(((3,),))
+    rank.fill(ours)
+    for held in rank.planes if spoilt else ():
+        rank.memory[rank.positions(held, ours[held.group], spoilt)] ^= 0x55
+    each.role.execute(Orders(canaries=(an_order("r", p.prefill("r", ((5,),), 20), ((1,),), 0, 19),)))
+    each.role.execute(Orders(references=(CanaryReference("r", ((3,),)),)))
+    end = each.end()
+    assert end.samples >= MODEL.layers
+    assert bool(end.difference) == is_found
 
 
 def test_what_was_computed_may_be_known_before_or_after_the_pull_has_ended(site: Site) -> None:
@@ -312,6 +336,26 @@ def test_a_large_model_has_room_for_one_prompt_of_fewer_tokens_and_two_blocks_at
     assert 32 < room.tokens < 512
     assert scratch_bytes(wide(1000), list(blocks_of_tokens(geometry, room.tokens))) <= 64 << 20
     assert canary_room(wide(1 << 20)).tokens == 32
+
+
+@thorough
+@given(data=st.data())
+def test_the_fewest_tokens_that_prove_an_engine_show_something_of_every_plane(data: st.DataObject) -> None:
+    form = data.draw(st.sampled_from(["fused", "views", "apart", "packed"]))
+    layout = data.draw(st.sampled_from(WHOLE_HEADS if form == "packed" else LAYOUTS))
+    model = data.draw(models((1, 2, 4)))
+    rank = a_rank(model, data.draw(engines(model, layout, form)))
+    ratio = data.draw(st.sampled_from([1, 1, 4, 128]), "tokens of a row")
+    geometry = rank.geometry if ratio == 1 else compressed(rank, ratio)
+    room = canary_room(geometry)
+    first = room.border * data.draw(st.integers(0, 2))
+    end = first + room.least
+    for group in geometry.groups:
+        table = BlockTable.of(np.arange(-(-end // group.block_tokens)) % rank.engine.blocks)
+        for plane in group.planes:
+            assert read_values(plane, group.block_tokens, table, first, end, reader_of(rank)).held.any()
+    assert room.least <= room.border
+    assert room.least == 16 or form == "packed" or ratio > 1
 
 
 def test_memory_of_a_device_is_read_by_it(site: Site) -> None:

@@ -23,6 +23,7 @@ from layout.sharding import choose_sources
 from pd_connector.orders import ChecksumOrder, ChecksumReport, PullOrder
 from pd_connector.scheduler.prefill.checksum_table import ChecksumTable
 from pd_connector.worker import verification
+from pd_connector.worker.canary import canary_room
 from pd_connector.worker.lease_checksums import CacheChecksums
 from pd_connector.worker.pull_end import PullFailed
 from pd_connector.worker.verification import Verifier
@@ -84,6 +85,14 @@ def test_scratch_memory_has_the_same_tokens() -> None:
         pulled = read_values(theirs, 64, BlockTable.of([3, 1, 2, 4]), 0, 200)
         np.testing.assert_array_equal(cached.held, pulled.held)
         np.testing.assert_array_equal(cached.data, pulled.data)
+
+
+@pytest.mark.parametrize("interleave", [1, 16])
+def test_the_fewest_tokens_that_prove_an_engine_are_on_every_rank(interleave: int) -> None:
+    for rank in filled(Shared(4, 4, interleave, rows=16)):
+        least = canary_room(rank.geometry).least
+        for plane in rank.geometry.groups[0].planes:
+            assert read_values(plane, 64, BlockTable.of(IDS), 0, least).held.any()
 
 
 def test_a_slot_of_host_memory_has_a_ranks_share_of_a_block() -> None:

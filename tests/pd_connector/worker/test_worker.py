@@ -182,7 +182,7 @@ def test_a_worker_that_takes_canaries_says_what_it_has_room_for(
 ) -> None:
     handshake = worker_of(kv_role, registered=True, canary=canary).side.handshake()
     assert handshake is not None
-    assert handshake.canary == (CanaryRoom(512, 4, 32) if tells else None)
+    assert handshake.canary == (CanaryRoom(512, 4, 32, 16) if tells else None)
 
 
 def test_workers_that_share_the_computation_of_prompts_tell_by_a_report_alone(

@@ -25,7 +25,7 @@ from tests.support.waiting import ManualClock
 
 PROVING_BLOCKS = [1, 2, 3, 4, 5]
 PROVING_RANKS = 2
-_WHOLE, _ROOM = Retention(16), CanaryRoom(512, 2, 16)
+_WHOLE, _ROOM = Retention(16), CanaryRoom(512, 2, 16, 16)
 
 
 @dataclass

@@ -5,14 +5,27 @@ is. Whoever finds another one there, or none, has read what is not its own.
 """
 
 import itertools
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 
-from pd_connector.orders import BlockMoves, LoadOrder, Orders, PullOrder, RankEnds, Report, StoreEnds, StoreOrder
+from pd_connector.orders import (
+    BlockMoves,
+    CanaryEnds,
+    CanaryReference,
+    Cause,
+    LoadOrder,
+    Orders,
+    PullOrder,
+    RankEnds,
+    Report,
+    StoreEnds,
+    StoreOrder,
+)
 from pd_connector.worker.worker_role import Arrivals
 from tests.support.simulation.scheduler_pulls import FAILED, BlockStamps, Memories, Peer, ScheduledPull
 
 _PULL_TIMEOUT_S = 20.0
+_SCRATCH = 1 << 16  # between the blocks of cache groups in scratch memory, each of which has its own there
 
 PeerOf = Callable[[PullOrder], Peer]
 
@@ -50,6 +63,8 @@ class EngineWorker:
         self.landings: dict[str, ScheduledPull] = {}
         self.prefixes: dict[str, ScheduledPull] = {}
         self.borders: dict[str, ScheduledPull] = {}
+        self.canaries: dict[str, ScheduledPull] = {}
+        self._references: dict[str, CanaryReference] = {}
         self._copies: list[_Copy] = []
         self._refused: set[str] = set()
         self._arrivals = Arrivals()
@@ -71,6 +86,11 @@ class EngineWorker:
             self.prefixes[order.request_id] = self._pull(order, now, peer_of)
         for order in orders.borders:
             self.borders[order.request_id] = self._pull(order, now, peer_of)
+        for order in orders.canaries:
+            tables = enumerate(order.local_block_ids)
+            ids = tuple(tuple(block and block + group * _SCRATCH for block in table) for group, table in tables)
+            self.canaries[order.request_id] = self._pull(replace(order, local_block_ids=ids), now, peer_of)
+        self._references.update({reference.request_id: reference for reference in orders.references})
         copies: tuple[LoadOrder | StoreOrder, ...] = (*orders.loads, *orders.stores)
         self._copies += [_Copy(copy, now + self.copy_s, self._read(copy)) for copy in copies]
         for copy in copies:
@@ -95,7 +115,8 @@ class EngineWorker:
         pulls, landings = self._end_pulls(now), self._end_landings(now)
         prefixes, borders = self._end_others(self.prefixes, now), self._end_others(self.borders, now)
         done, failed = self._arrivals.take()
-        report = Report(stores, _rank_ends(landings), _rank_ends(prefixes), _rank_ends(borders))
+        canaries = dict(self._end_canaries(now))
+        report = Report(stores, _rank_ends(landings), _rank_ends(prefixes), _rank_ends(borders), canaries=canaries)
         return Ends(done, failed, [*pulls, *landings], borders, report)
 
     def compute(self, table: list[int], stamps: list[int], first: int, end: int) -> int | None:
@@ -129,6 +150,34 @@ class EngineWorker:
         for pull in ended:
             self.memories.device.update(pull.read)
         return ended
+
+    def _end_canaries(self, now: float) -> Iterator[tuple[str, CanaryEnds]]:
+        """Compare what was pulled with what was computed, before a step writes to that."""
+        for pull in self.canaries.values():
+            pull.step(now)
+        for request_id, pull in list(self.canaries.items()):
+            if pull.has_ended and not pull.has_succeeded:
+                yield request_id, CanaryEnds(1, cause=Cause.READ, failure="as the peer says")
+            elif pull.has_ended and request_id in self._references:
+                yield request_id, self._compared(pull, self._references.pop(request_id))
+            else:
+                continue
+            del self.canaries[request_id]
+
+    def _compared(self, pull: ScheduledPull, computed: CanaryReference) -> CanaryEnds:
+        if not computed.block_ids:
+            return CanaryEnds(1)
+        order, tokens = pull.order, range(pull.order.first_token, pull.order.end_token)
+        places = [
+            ((order.local_block_ids[0][block], offset), (computed.block_ids[0][block], offset))
+            for block, offset in (divmod(token, self._block_tokens) for token in tokens)
+        ]
+        for group, (there, here) in enumerate(zip(order.local_block_ids, computed.block_ids, strict=True)):
+            pairs = enumerate(zip(there, here, strict=False))
+            states = ((ours, theirs) for entry, (theirs, ours) in pairs if (group, entry) not in pull.lacking_states)
+            places += [((theirs, 0), (ours, 0)) for ours, theirs in states if group and ours and theirs]
+        differ = [places for places in places if pull.read[places[0]] != self.memories.device[places[1]]]
+        return CanaryEnds(1, samples=len(places), difference=f"{len(differ)} stamps" if differ else "")
 
     def _end_copies(self, now: float) -> dict[int, StoreEnds]:
         """Copy what has stayed the same since the copy has begun, and note which stores have ended."""

@@ -41,6 +41,7 @@ from pd_connector.scheduler.scheduler import ConnectorScheduler
 from pd_connector.scheduler.scheduler_role import SchedulerRole
 from pd_connector.vllm.metadata import HandshakeMetadata, ReportMetadata, StepMetadata
 from pd_connector.vllm.metrics import ConnectorStats
+from pd_connector.worker.canary import canary_room
 from pd_connector.worker.worker_role import FailedBlocks
 from tests.support.connector.vllm_calls import NAMES_FAILED_REQUESTS
 from tests.support.e2e.models import DEFAULT_MODEL, write_model
@@ -146,9 +147,9 @@ class World:
         self.clock.advance(seconds)
 
     def run(self, within_s: float, seconds: float = 0.05) -> None:
-        """Step until every request has ended, and what is pulled behind it: in less than ``within_s`` of the clock."""
+        """Step until every request has ended, and what is pulled behind or beside it: in less than ``within_s``."""
         deadline = self.clock.now + within_s
-        while any(engine.requests or engine.worker.borders for engine in self.engines.values()):
+        while any(each.requests or each.worker.borders or each.worker.canaries for each in self.engines.values()):
             assert self.clock.now < deadline, f"no progress: {[engine.state for engine in self.engines.values()]}"
             self.step(seconds)
 
@@ -253,8 +254,7 @@ class EngineSim:
         self._mode, self._caches = states, caches(_BLOCK_TOKENS, _LONGEST, blocks, states, stated)
         state_tokens = int(self._caches.kv_cache_groups[-1].kv_cache_spec.block_size)
         self.worker = EngineWorker(_BLOCK_TOKENS, state_tokens, pull_s)
-        self._states = States(self._caches)
-        self._failures = FailedBlocks()
+        self._states, self._failures = States(self._caches), FailedBlocks()
         self.scheduler = self._make_scheduler(role, policy, settings)
         connector: Any = self.scheduler.connector
         self.side: ConnectorScheduler = connector._scheduler
@@ -264,7 +264,8 @@ class EngineSim:
         patch.object(self.side._stats, "count", self._count).start()
         self.opens_host = self.side._role.is_read and settings.get("host_transfers", "off") != "off"
         worker = worker_with(self._caches)
-        handshake = WorkerHandshake(worker, slots, worker if self.opens_host else None, model=POOLED_MODEL)
+        host, room = worker if self.opens_host else None, canary_room(worker)
+        handshake = WorkerHandshake(worker, slots, host, room, model=POOLED_MODEL)
         self.pooled = PooledWorker(world.pool, worker, self.worker.memories.host)
         with patch("pd_connector.scheduler.host.pool_start.StoreThread", lambda *_: world.pool):
             connector.set_xfer_handshake_metadata_pp_aware({(0, 0): HandshakeMetadata(handshake)})
@@ -279,7 +280,7 @@ class EngineSim:
     def _count(self, name: str, number: int = 1, label: str = "") -> None:
         if name == "prompts_computed":
             self.computed[label] += number
-        if name in {"prefixes", "prefixes_served", "pool_prompts", "pool_blocks"}:
+        if name in {"prefixes", "prefixes_served", "pool_prompts", "pool_blocks", "canaries"}:
             self.counts[f"{name}: {label}"] += number
 
     @property

@@ -109,7 +109,7 @@ def test_what_a_window_has_passed_is_neither_pulled_nor_compared() -> None:
 
 
 def test_two_canaries_at_a_time_have_areas_of_their_own() -> None:
-    d = ProvingDecode(room=CanaryRoom(64, 2, 16))
+    d = ProvingDecode(room=CanaryRoom(64, 2, 16, 16))
     first, second = (d.becomes_canary(d.add(name, engine=name)) for name in ("a", "b"))
     areas = [set(order.local_block_ids[0]) - {0} for order in (first, second)]
     assert not areas[0] & areas[1]
@@ -121,10 +121,11 @@ def test_two_canaries_at_a_time_have_areas_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "computed"), [(16, 0), (70, 64), (70, 55), (33, 20)])
-def test_a_prompt_of_which_no_whole_block_is_computed_here_proves_nothing_and_is_computed(
-    tokens: int, computed: int, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("border", [16, 64])
+def test_a_prompt_of_which_too_little_is_computed_here_proves_nothing_and_is_computed(
+    tokens: int, computed: int, border: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    d = ProvingDecode()
+    d = ProvingDecode(room=CanaryRoom(512, 2, border, 16))
     short = d.add("short", tokens=tokens)
     assert d.schedules(short, computed) == 0
     assert d.step() == Orders()

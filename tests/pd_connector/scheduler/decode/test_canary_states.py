@@ -25,7 +25,7 @@ if INSTALLED < (0, 30):
 def test_the_state_at_the_last_border_is_pulled_and_compared(tokens: int, border: int) -> None:
     engine = StateEngine()
     canaries = Canaries(engine.blocks, engine.retentions)
-    workers: Any = [SimpleNamespace(canary=CanaryRoom(64, 2, BLOCK))]
+    workers: Any = [SimpleNamespace(canary=CanaryRoom(64, 2, BLOCK, BLOCK))]
     canaries.set_workers(workers)
     request, free = engine.request("r", tokens), engine.blocks.free
     assert canaries.begin(request, a_remote(a_prompt(tokens)), 0, is_same_prompt=True)
@@ -57,7 +57,7 @@ def test_vllm_has_kept_the_state_that_is_compared(stated: Mapping[str, int], tok
     world = World()
     engine = EngineSim(world, "kv_consumer", 60, states="align", stated=stated)
     canaries = Canaries(engine.side._blocks, engine.side._retentions)
-    workers: Any = [SimpleNamespace(canary=CanaryRoom(64, 1, 16))]
+    workers: Any = [SimpleNamespace(canary=CanaryRoom(64, 1, 16, 16))]
     canaries.set_workers(workers)
     engine.ask(ClientRequest("r", list(range(tokens)), 4))
     _, request = engine.requests["r-d"]
@@ -73,10 +73,54 @@ def test_vllm_has_kept_the_state_that_is_compared(stated: Mapping[str, int], tok
     world.close()
 
 
+@pytest.mark.parametrize(
+    ("tokens", "computed", "held", "border"),
+    [
+        (22, 0, {12, 20, 22}, 20),
+        (22, 0, {8, 10, 22}, 8),
+        (22, 0, {8, 24}, 8),
+        (22, 0, {10, 22}, 0),
+        (22, 8, {8, 22}, 0),
+        (21, 0, {8, 10}, 20),
+    ],
+)
+def test_another_state_is_compared_if_the_other_engine_lacks_the_last(
+    tokens: int, computed: int, held: set[int], border: int
+) -> None:
+    """Its blocks have another size. After 20 of 21 tokens, it has the running state."""
+    engine = StateEngine()
+    canaries = Canaries(engine.blocks, engine.retentions)
+    workers: Any = [SimpleNamespace(canary=CanaryRoom(64, 2, BLOCK, BLOCK))]
+    canaries.set_workers(workers)
+    request = engine.request("r", tokens)
+    remote = a_remote(a_prompt(tokens))
+    assert canaries.begin(request, remote, computed, is_same_prompt=True, held_states=held)
+    (order,) = canaries.step_orders({}).canaries
+    engine.compute(request, until=[8])
+    request.append_output_token_ids(1)
+    (reference,) = canaries.step_orders({}).references
+    running = (tokens - 2) // BLOCK
+    for here, there in zip(reference.block_ids[1:], order.local_block_ids[1:], strict=True):
+        assert len(here) == border // BLOCK
+        assert {entry for entry, block in enumerate(there) if block} == {running, *([len(here) - 1] if here else [])}
+    canaries.release_device_blocks()
+
+
+@pytest.mark.parametrize(("tokens", "computed", "is_one"), [(22, 16, True), (22, 20, False), (24, 20, False)])
+def test_a_prompt_whose_last_state_was_found_here_proves_nothing(tokens: int, computed: int, is_one: bool) -> None:
+    """It may have been pulled, even from the engine that is to be proven."""
+    engine = StateEngine()
+    canaries = Canaries(engine.blocks, engine.retentions)
+    workers: Any = [SimpleNamespace(canary=CanaryRoom(64, 2, BLOCK, 1))]
+    canaries.set_workers(workers)
+    request, remote = engine.request("r", tokens), a_remote(a_prompt(tokens))
+    assert canaries.begin(request, remote, computed, is_same_prompt=True) == is_one
+
+
 def test_without_borders_no_state_is_compared() -> None:
     engine = StateEngine("none")
     canaries = Canaries(engine.blocks, engine.retentions)
-    workers: Any = [SimpleNamespace(canary=CanaryRoom(64, 1, BLOCK))]
+    workers: Any = [SimpleNamespace(canary=CanaryRoom(64, 1, BLOCK, BLOCK))]
     canaries.set_workers(workers)
     request = engine.request("r", 22)
     assert canaries.begin(request, a_remote(a_prompt(22)), 0, is_same_prompt=True)

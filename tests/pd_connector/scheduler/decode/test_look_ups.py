@@ -114,7 +114,7 @@ def test_a_short_turn_proves_a_prefill_engine_from_the_last_state_on(world: Worl
     """Behind the keys that are here, it has no whole block to compare."""
     chat = Chat(world)
     canaries = chat.decode.side._canaries
-    canaries.set_workers([SimpleNamespace(canary=CanaryRoom(512, 2, BLOCK))])  # type: ignore[list-item]
+    canaries.set_workers([SimpleNamespace(canary=CanaryRoom(512, 2, BLOCK, BLOCK))])  # type: ignore[list-item]
     canaries.tries = True
     assert chat.take("next", SHORT, at_once=at_once) == 0
     (order,) = canaries._orders

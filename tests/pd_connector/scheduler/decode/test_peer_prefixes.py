@@ -459,7 +459,7 @@ class ScriptedCanaries(Canaries):
     def look(self, request: Any, remote: RemotePrefill) -> Standing | Refused:
         return self.standing
 
-    def begin(self, request: Any, remote: RemotePrefill, computed_tokens: int, **known: bool) -> bool:
+    def begin(self, request: Any, remote: RemotePrefill, computed_tokens: int, **known: Any) -> bool:
         assert known == {"is_same_prompt": True, "is_decode_leg": False}
         self.begun.append((request.request_id, remote.remote_num_tokens, computed_tokens))
         return True
