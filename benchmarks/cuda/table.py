@@ -8,8 +8,6 @@ from benchmarks.cuda.servers import ALONE, LOADS, PULLS
 
 LENGTHS = ("2000", "8000", "30000")
 NOT_RUN = "not run"
-#: The head of the only column before the first card.
-NO_CARD = "`make bench-cuda` fills this"
 
 
 def _sizes(*sizes: int) -> str:
@@ -56,11 +54,12 @@ ROWS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
 
 
 def measured() -> str:
-    """Return the table. Before the first card, its one column of figures says what fills it."""
+    """Return the table. Before the first card, it has the goals."""
     results = [record.read(path.stem) for path in sorted(record.RESULTS.glob("cuda-*.json"))]
-    figures = [result["figures"] for result in results] or [{}]
-    lines = [["what", "goal", *(map(_head, results) if results else (NO_CARD,))], ["---"] * (len(figures) + 2)]
-    lines += [[what, goal, *(_cell(each, form, places) for each in figures)] for what, goal, form, places in ROWS]
+    figures = [result["figures"] for result in results]
+    lines = [["what", "goal", *map(_head, results)], ["---"] * (len(figures) + 2)]
+    rows = [row for row in ROWS if results or row[1]]
+    lines += [[what, goal, *(_cell(each, form, places) for each in figures)] for what, goal, form, places in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

@@ -33,11 +33,11 @@ def write(results: Path, name: str, figures: dict[str, Any]) -> None:
 
 
 @pytest.mark.usefixtures("results")
-def test_without_results_every_cell_is_not_run_and_the_command_that_fills_them_is_named() -> None:
+def test_without_results_there_are_the_goals() -> None:
     head, _, *rows = table.measured().splitlines()
-    assert head == "| what | goal | `make bench-cuda` fills this |"
-    assert [row.split(" | ")[2] for row in rows] == ["not run |"] * len(table.ROWS)
-    assert "| read over CUDA IPC, ms | ≤1.25 device copies | not run |" in rows
+    assert head == "| what | goal |"
+    assert len(rows) == sum(bool(goal) for _, goal, *_ in table.ROWS) < len(table.ROWS)
+    assert "| read over CUDA IPC, ms | ≤1.25 device copies |" in rows
 
 
 def test_a_card_has_a_column_and_what_it_has_not_measured_is_not_run(results: Path) -> None:
