@@ -102,7 +102,7 @@ def _look_for_garbage_seldom() -> None:
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 20)
+    gc.set_threshold(500_000, 2, 20)
 
 
 def parse(arguments: Sequence[str] | None = None) -> tuple[Settings, Server]:

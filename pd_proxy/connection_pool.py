@@ -14,8 +14,8 @@ import resource
 import select
 import socket
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from io import BytesIO
 from typing import Any, Self
 
@@ -66,14 +66,13 @@ class Response(aiohttp.ClientResponse):
             aiohttp.ClientConnectionResetError: the server has not taken the request.
             aiohttp.ClientError: there is no answer, for another reason.
         """
-        too_late = asyncio.Event()  # for a proof
         assert connection.protocol is not None
         self._lost = lost = connection.protocol.closed
         try:
-            with _after(_PROOF_S, too_late.set):
+            with _Turns(_PROOF_S) as until_too_late:
                 await super().start(connection)
         except aiohttp.ClientOSError as error:
-            if error.errno in _RESETS and not too_late.is_set():
+            if error.errno in _RESETS and not until_too_late.are_over:
                 raise aiohttp.ClientConnectionResetError(*error.args) from error
             raise
         if lost is not None and self.connection is not None:  # else the answer is whole, and its connection given back
@@ -219,29 +218,39 @@ async def _turning_for(seconds: float) -> AsyncIterator[None]:
         TimeoutError: they are over.
     """
     async with asyncio.timeout(None) as limit:
-        with _after(seconds, lambda: limit.reschedule(asyncio.get_running_loop().time())):
+        with _Turns(seconds, lambda: limit.reschedule(asyncio.get_running_loop().time())):
             yield
 
 
-@contextmanager
-def _after(seconds: float, action: Callable[[], None]) -> Iterator[None]:
-    """Call a function when the event loop has turned for so many seconds, unless what is done inside has ended."""
-    loop = asyncio.get_running_loop()
-    timer: asyncio.TimerHandle | None = None
+class _Turns:
+    """Counts so many seconds of an event loop that turns, while its context is entered, and then calls a function.
 
-    def tick(left: int) -> None:
-        nonlocal timer
-        if left:
-            timer = loop.call_later(seconds / _TICKS, tick, left - 1)  # from now on, however late it is
+    It refers to itself only until it is left: a circle of objects for each request would wait for Python to look for it.
+    """
+
+    def __init__(self, seconds: float, action: Callable[[], None] = lambda: None) -> None:
+        self._tick_s = seconds / _TICKS
+        self._action = action
+        self._left = _TICKS
+
+    def __enter__(self) -> Self:
+        self._timer = asyncio.get_running_loop().call_later(self._tick_s, self._tick)  # however late the last one was
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+
+    @property
+    def are_over(self) -> bool:
+        """Whether the loop has turned for so long."""
+        return self._left == 0
+
+    def _tick(self) -> None:
+        self._left -= 1
+        if self._left:
+            self.__enter__()
         else:
-            action()
-
-    tick(_TICKS)
-    try:
-        yield
-    finally:
-        assert timer is not None
-        timer.cancel()
+            self._action()
 
 
 def _reset_of(lost: asyncio.Future[None]) -> BaseException | None:
