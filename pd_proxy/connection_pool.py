@@ -225,7 +225,7 @@ async def _turning_for(seconds: float) -> AsyncIterator[None]:
 class _Turns:
     """Counts so many seconds of an event loop that turns, while its context is entered, and then calls a function.
 
-    It refers to itself only until it is left: a circle of objects for each request would wait for Python to look for it.
+    It is no circle of objects when it is left: one for each request would wait for Python to look for it.
     """
 
     def __init__(self, seconds: float, action: Callable[[], None] = lambda: None) -> None:

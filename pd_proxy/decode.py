@@ -67,7 +67,7 @@ async def run_decode(
 
     with record.trace.leg("decode") as leg:
         async with (
-            upstream.decode.request(
+            await upstream.decode.request(
                 "POST", upstream.api.path, leg.applied_to(headers), encoded(body), chosen=note, failed=failed
             ) as answer,
             aclosing(answer.pieces()) as pieces,

@@ -49,7 +49,8 @@ async def run_prefill(
         headers.append((passed.RANK, str(engine.rank)))
     with record.trace.leg("prefill") as leg:
         leg.goes_to(server.url)
-        async with upstream.prefill.ask(server, "POST", upstream.api.path, leg.applied_to(headers), content) as answer:
+        asked = upstream.prefill.ask(server, "POST", upstream.api.path, leg.applied_to(headers), content)
+        async with await asked as answer:
             text = await answer.read()
         leg.answered(answer.status)
     record.prefill_s = time.monotonic() - started

@@ -58,7 +58,7 @@ class Relay(Exchange):
         sent = _without_transfer(content, kind) if content else None
         with record.trace.leg("decode") as leg:
             target = f"{path}?{query}" if query else path
-            async with decode.request(request.method, target, leg.applied_to(headers), sent) as answer:
+            async with await decode.request(request.method, target, leg.applied_to(headers), sent) as answer:
                 del content, sent  # megabytes, perhaps, and an answer takes minutes
                 record.decode_url = answer.url
                 leg.goes_to(answer.url)

@@ -15,10 +15,11 @@ import logging
 import math
 import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import suppress
 from enum import StrEnum
 from http import HTTPStatus
+from typing import Self
 
 import aiohttp
 from aiohttp.http_exceptions import HttpProcessingError
@@ -59,7 +60,10 @@ class Server:
 
 
 class Answer:
-    """A server's answer: status and headers are there, the body is still to be read."""
+    """A server's answer: status and headers are there, the body is still to be read, in this context.
+
+    Leaving it early, by an error or a cancellation, closes the connection, so that vLLM aborts the request.
+    """
 
     def __init__(self, leg: Leg, server: Server, response: Response) -> None:
         self._leg = leg
@@ -70,6 +74,13 @@ class Answer:
         self.raw_headers = response.raw_headers
         self.is_encoded = response.headers.get("content-encoding", "identity") != "identity"
         self.has_length = "content-length" in response.headers
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._response.close()  # the connection too, if the answer is not whole
+        self.server.in_flight -= 1
 
     async def read(self) -> bytes:
         """The whole body.
@@ -126,7 +137,7 @@ class Servers:
         if time.monotonic() > self._room_until:
             self._room_until = time.monotonic() + _ROOM_AGAIN_S
             with suppress(LegFailed, TimeoutError, LookupError, ValueError, TypeError, AttributeError):
-                async with asyncio.timeout(_ROOM_WAIT_S), self.request("GET", "/v1/models", headers) as answer:
+                async with asyncio.timeout(_ROOM_WAIT_S), await self.request("GET", "/v1/models", headers) as answer:
                     models = json.loads(await answer.read())["data"]
                     self._room = min(room for model in models if (room := model.get("max_model_len")))
                     self._room_until = time.monotonic() + _ROOM_S
@@ -137,11 +148,10 @@ class Servers:
         if time.monotonic() > self._shares_until:
             self._shares_until = time.monotonic() + _ROOM_S
             with suppress(LegFailed, TimeoutError):
-                async with asyncio.timeout(_ROOM_WAIT_S), self.request("GET", "/metrics", headers) as answer:
+                async with asyncio.timeout(_ROOM_WAIT_S), await self.request("GET", "/metrics", headers) as answer:
                     self._shares = not _NO_PREFIX_CACHE.search(await answer.read())
         return self._shares
 
-    @asynccontextmanager
     async def request(
         self,
         method: str,
@@ -151,8 +161,8 @@ class Servers:
         *,
         chosen: Callable[[Server], None] = lambda _: None,
         failed: str = "",
-    ) -> AsyncIterator[Answer]:
-        """Send a request to the best server that takes the connection; the answer is closed on leaving.
+    ) -> Answer:
+        """Send a request to the best server that takes the connection; return its answer, which is to be entered.
 
         ``chosen`` is called with every server before it is tried. ``failed``: the URL of the one to be tried last.
 
@@ -160,26 +170,19 @@ class Servers:
             LegFailed: no server could be reached, or the one that was reached gave no answer.
         """
         untried = self.in_order(failed)
-        async with AsyncExitStack() as stack:
-            while True:
-                server = untried.pop(0)
-                chosen(server)
-                try:
-                    answer = await stack.enter_async_context(self.ask(server, method, path, headers, content))
-                    break
-                except LegFailed as failure:
-                    if failure.retry is not Retry.FREELY or not untried:
-                        raise
-            del content
-            yield answer
+        while True:
+            server = untried.pop(0)
+            chosen(server)
+            try:
+                return await self.ask(server, method, path, headers, content)
+            except LegFailed as failure:
+                if failure.retry is not Retry.FREELY or not untried:
+                    raise
 
-    @asynccontextmanager
     async def ask(
         self, server: Server, method: str, path: str, headers: HeaderList, content: bytes | None = None
-    ) -> AsyncIterator[Answer]:
-        """Send a request to one server; the answer is closed on leaving.
-
-        Leaving early, by an error or a cancellation, closes the connection, so that vLLM aborts the request.
+    ) -> Answer:
+        """Send a request to one server; return its answer, which is to be entered.
 
         Raises:
             LegFailed: it could not be reached, or gave no answer.
@@ -190,14 +193,11 @@ class Servers:
             server.skip_until = math.inf
         server.in_flight += 1
         try:
-            response = await self._send(server, method, path, headers, content)
-            del content  # megabytes, perhaps, and an answer takes minutes
-            try:
-                yield Answer(self.leg, server, response)
-            finally:
-                response.close()  # the connection too, if the answer is not whole
-        finally:
+            return Answer(self.leg, server, await self._send(server, method, path, headers, content))
+        except BaseException:
             server.in_flight -= 1
+            raise
+        finally:
             if finds_out and server.skip_until == math.inf:  # it has not
                 server.skip_until = time.monotonic() + self._skip_s
 
