@@ -71,7 +71,8 @@ class _Prefill:
 
     async def last_news(self) -> PromptDetails:
         """Wait a moment for the leg's end, which may come after D's; return the figures of its prompt."""
-        await asyncio.wait([self.running], timeout=_LAST_NEWS_S)
+        if not self.running.done():
+            await asyncio.wait([self.running], timeout=_LAST_NEWS_S)
         return self.details
 
 
@@ -170,8 +171,8 @@ class TwoLegs:
             if self.client.started or not prefill.ends_decoding:
                 raise
         finally:
-            prefill.running.cancel()
-            await asyncio.wait([prefill.running])
+            if prefill.running.cancel():
+                await asyncio.wait([prefill.running])
         if self.client.started:
             return None
         if not isinstance(prefill.failure, LegFailed | LegRefused | None):
