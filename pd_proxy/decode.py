@@ -5,7 +5,6 @@ import json
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
 from http import HTTPStatus
 
 from pd_proxy import headers as passed
@@ -66,18 +65,15 @@ async def run_decode(
         leg.goes_to(server.url)
 
     with record.trace.leg("decode") as leg:
-        async with (
-            await upstream.decode.request(
-                "POST", upstream.api.path, leg.applied_to(headers), encoded(body), chosen=note, failed=failed
-            ) as answer,
-            aclosing(answer.pieces()) as pieces,
-        ):
+        async with await upstream.decode.request(
+            "POST", upstream.api.path, leg.applied_to(headers), encoded(body), chosen=note, failed=failed
+        ) as answer:
             if first_token is not None and answer.status // 100 != 4 and answer.status != FULL:
                 await first_token.release()
             # vLLM sends status 200, and the beginning of some streams, before it has computed anything. Held back until
             # there is more, so that a D that dies before is an error for the client and not an empty success.
             try:
-                prelude, first = await begun(pieces, upstream.api.preludes)
+                prelude, first = await begun(answer, upstream.api.preludes)
             except LegFailed as failure:
                 if upstream.api.preludes:  # vLLM has no event there that tells of a failure, and breaks off
                     await may_answer(failure.status)
@@ -92,9 +88,10 @@ async def run_decode(
             if status != answer.status:
                 record.problem = f"decode server {answer.url} began its stream with an error of status {status}"
                 record.broken_off = status >= HTTPStatus.INTERNAL_SERVER_ERROR
-            whole = _with(prelude + first, pieces)
+            answer.put_back(prelude + first)
+            whole: AsyncIterator[bytes] = answer
             if written is not None:
-                whole = written.followed(answer.url, whole, lambda: upstream.decode.can_spare(answer.server, failed))
+                whole = written.followed(answer.url, answer, lambda: upstream.decode.can_spare(answer.server, failed))
             await _pass_on(client, answer, whole, upstream.api, first_token, details)
     if written is None or not written.is_due:
         await client.end()
@@ -167,9 +164,3 @@ def _status(answer: Answer, first: bytes) -> int:
         return FULL.value if error.get("type") == "overloaded_error" else int(error["code"])
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return HTTPStatus.INTERNAL_SERVER_ERROR
-
-
-async def _with(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    yield first
-    async for piece in rest:
-        yield piece

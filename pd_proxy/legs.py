@@ -69,10 +69,10 @@ class _Prefill:
         """Whether the decode leg that runs beside it is no use, if the client has got nothing of it."""
         return self.failure is not None or self.moved is not None or self.text_ended
 
-    async def last_news(self) -> PromptDetails:
+    async def last_news(self, timeout_s: float | None = _LAST_NEWS_S) -> PromptDetails:
         """Wait a moment for the leg's end, which may come after D's; return the figures of its prompt."""
         if not self.running.done():
-            await asyncio.wait([self.running], timeout=_LAST_NEWS_S)
+            await asyncio.wait([self.running], timeout=timeout_s)
         return self.details
 
 
@@ -171,8 +171,8 @@ class TwoLegs:
             if self.client.started or not prefill.ends_decoding:
                 raise
         finally:
-            if prefill.running.cancel():
-                await asyncio.wait([prefill.running])
+            prefill.running.cancel()
+            await prefill.last_news(None)
         if self.client.started:
             return None
         if not isinstance(prefill.failure, LegFailed | LegRefused | None):

@@ -63,7 +63,7 @@ class Relay(Exchange):
                 record.decode_url = answer.url
                 leg.goes_to(answer.url)
                 leg.answered(answer.status)
-                await relay(client, answer, answer.pieces())
+                await relay(client, answer, answer)
         await client.end()
 
 

@@ -15,7 +15,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import StrEnum
 from http import HTTPStatus
@@ -68,6 +68,7 @@ class Answer:
     def __init__(self, leg: Leg, server: Server, response: Response) -> None:
         self._leg = leg
         self._response = response
+        self._next = b""  # that was put back
         self.server = server
         self.url = server.url
         self.status = response.status
@@ -88,21 +89,30 @@ class Answer:
         Raises:
             LegFailed: the server broke off or fell silent.
         """
-        return b"".join([piece async for piece in self.pieces()])
+        return b"".join([piece async for piece in self])
 
-    async def pieces(self) -> AsyncGenerator[bytes, None]:
-        """The body as it comes in, byte for byte, not decoded.
+    def put_back(self, piece: bytes) -> None:
+        """Have the next piece of the body be this one."""
+        self._next = piece
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> bytes:
+        """Return the next piece of the body as it comes in, byte for byte, not decoded.
 
         Raises:
             LegFailed: the server broke off or fell silent.
         """
+        piece, self._next = self._next, b""
         try:
-            async for piece in self._response.content.iter_any():
-                yield piece
+            if piece or (piece := await self._response.content.readany()):
+                return piece
             self._response.check_whole()
         # Without its C extension, aiohttp raises the second one for what is not HTTP.
         except (aiohttp.ClientError, HttpProcessingError, TimeoutError) as error:
             raise _failed(self._leg, self.server, error) from error
+        raise StopAsyncIteration
 
 
 class Servers:
