@@ -5,9 +5,8 @@ A request's span is a child of the client's ``traceparent``. Each leg has a span
 are passed on as they are.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Self
 
 from pd_proxy.headers import HeaderList
 
@@ -25,22 +24,21 @@ class Trace:
         self._tracer = tracer
         self._span = span
 
-    @contextmanager
-    def leg(self, name: str) -> Iterator["Trace"]:
-        """Trace a leg below until the context is left, by whatever way."""
+    def leg(self, name: str) -> "Trace":
+        """Trace a leg below until the context that this returns is left, by whatever way."""
         if self._tracer is None or self._span is None:
-            yield self
-            return
+            return self
         from opentelemetry.trace import SpanKind, set_span_in_context  # noqa: PLC0415  free when off
 
         span = self._tracer.start_span(f"{name} leg", set_span_in_context(self._span), kind=SpanKind.CLIENT)
-        try:
-            yield Trace(None, span)
-        except BaseException as error:  # a cancelled leg too: the client has left, or the other leg has failed
-            _fail(span, str(error) or type(error).__name__)
-            raise
-        finally:
-            span.end()
+        return Trace(None, span)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        # A cancelled leg too: the client has left, or the other leg has failed.
+        self.end({}, "" if error is None else str(error) or type(error).__name__)
 
     def applied_to(self, headers: HeaderList) -> HeaderList:
         """Return a server's headers with this trace context in the place of the client's."""
@@ -72,7 +70,7 @@ class Trace:
             _fail(self._span, f"status {status}")
 
     def end(self, attributes: Mapping[str, str | int], problem: str) -> None:
-        """End the request's span; ``problem`` is empty if nothing went wrong."""
+        """End the span; ``problem`` is empty if nothing went wrong."""
         if self._span is None:
             return
         self._span.set_attributes(attributes)
