@@ -72,7 +72,7 @@ class Response(aiohttp.ClientResponse):
             with _Turns(_PROOF_S) as until_too_late:
                 await super().start(connection)
         except aiohttp.ClientOSError as error:
-            if error.errno in _RESETS and not until_too_late.are_over:
+            if error.errno in _RESETS and until_too_late.left:
                 raise aiohttp.ClientConnectionResetError(*error.args) from error
             raise
         if lost is not None and self.connection is not None:  # else the answer is whole, and its connection given back
@@ -231,7 +231,7 @@ class _Turns:
     def __init__(self, seconds: float, action: Callable[[], None] = lambda: None) -> None:
         self._tick_s = seconds / _TICKS
         self._action = action
-        self._left = _TICKS
+        self.left = _TICKS  # parts of the time; 0 when it is over
 
     def __enter__(self) -> Self:
         self._timer = asyncio.get_running_loop().call_later(self._tick_s, self._tick)  # however late the last one was
@@ -240,14 +240,9 @@ class _Turns:
     def __exit__(self, *_: object) -> None:
         self._timer.cancel()
 
-    @property
-    def are_over(self) -> bool:
-        """Whether the loop has turned for so long."""
-        return self._left == 0
-
     def _tick(self) -> None:
-        self._left -= 1
-        if self._left:
+        self.left -= 1
+        if self.left:
             self.__enter__()
         else:
             self._action()

@@ -157,7 +157,7 @@ class ControlAddresses:
         self.forget(engine.server)
 
     def _whole(self, server: Server) -> Engine:
-        return self._wholes.setdefault(server.url, Engine(server))
+        return self._wholes.get(server.url) or self._wholes.setdefault(server.url, Engine(server))
 
 
 class CircuitBreaker:

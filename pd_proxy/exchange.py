@@ -114,7 +114,7 @@ class Generation(Exchange):
     async def _serve(self, request: Request, client: Client, content: bytes) -> None:
         record, body = client.record, json_object(content)
         del content  # megabytes, perhaps, and an answer takes minutes
-        record.identity = passed.request_id(client.headers, body)
+        record.identity = passed.request_id(client.headers, body, record.identity)
         record.streams = body.get("stream") is True
         detour, is_cut = self._upstream.detour, self._upstream.control.prompts_are_cut
         reason = undivided_reason(self._upstream.api, body, is_cut=is_cut)
