@@ -11,6 +11,7 @@ from typing import Any
 
 from benchmarks import (
     detour,
+    drain,
     first_token,
     host_memory,
     host_step,
@@ -67,6 +68,8 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "reuse": Benchmark(reuse.main),
     "reuse_two_prefills": Benchmark(reuse.main, ("--prefills", "2")),
     "reuse_no_hit": Benchmark(reuse.main, ("--no-hit",)),
+    "drain": Benchmark(drain.main),
+    "drain_by_way_of_prefill": Benchmark(drain.main, ("--by-way-of-prefill",)),
     "pool": Benchmark(pool.main),
     "multi_turn": Benchmark(multi_turn.main),
     "serving": Benchmark(serving.main),

@@ -41,15 +41,15 @@ KEPT = ("completed", "failed", "request_throughput", "request_goodput", "output_
 TIMES = ("ttft", "tpot", "e2el")
 
 
-def command(port: int, role: str, megabytes: int) -> list[str]:
-    """Return the command line of a server, which transfers nothing without a role."""
+def command(port: int, role: str, megabytes: int, settings: Mapping[str, object] | None = None) -> list[str]:
+    """Return the command line of a server, which transfers nothing without a role. ``settings``: the connector's."""
     options: dict[str, object] = {
         "model": MODEL, "served-model-name": NAME, "host": HOST, "port": port, "dtype": "float32", "block-size": 32,
         "kv-cache-memory-bytes": megabytes << 20, "max-model-len": 2048, "max-num-batched-tokens": 512,
     }  # fmt: skip
     if role:
         connector = {"kv_connector": "PDConnector", "kv_connector_module_path": "pd_connector", "kv_role": role,
-                     "kv_connector_extra_config": {"host": HOST}}  # fmt: skip
+                     "kv_connector_extra_config": {"host": HOST, **(settings or {})}}  # fmt: skip
         options["kv-transfer-config"] = json.dumps(connector)
     words = [str(word) for option, value in options.items() for word in (f"--{option}", value)]
     return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager", *words]

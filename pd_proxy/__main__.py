@@ -191,8 +191,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--draining",
         metavar="FILE",
-        help="names the servers that are to be restarted, one URL a line; may change at any time. They get no new "
-        "requests, and decode servers hand over those under way: text completions go on at another one (default: none)",
+        help="names servers to be restarted, a URL a line, and behind it where prefixes of a decode server are found; may "
+        "change at any time. They get no new requests; text completions go on at another decode server (default: none)",
     )
     parser.add_argument(
         "--plain-chats",

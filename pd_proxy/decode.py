@@ -95,6 +95,8 @@ async def run_decode(
             await _pass_on(client, answer, whole, upstream.api, first_token, details)
     if written is None or not written.is_due:
         await client.end()
+    else:
+        written.found_at = answer.server.prefixes_at
 
 
 async def _pass_on(

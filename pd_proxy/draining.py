@@ -1,4 +1,8 @@
-"""Which servers are to be restarted: a file names them, so that no client can."""
+"""Which servers are to be restarted: a file names them, so that no client can.
+
+Behind the URL of a decode server, the file may say where others find the prefixes that it holds: the address of its
+connector's control channel. Then the rest of each of its answers goes to another decode server alone, which pulls them.
+"""
 
 import asyncio
 import logging
@@ -21,7 +25,7 @@ class Draining:
         self._path = Path(path)
         self._legs = legs
         self._known = frozenset(server.url for servers in legs for server in servers.members)
-        self._named: set[str] = set()  # when the file was read the last time
+        self._named: dict[str, str] = {}  # when the file was read the last time, with where prefixes are found
         self._problem = ""
 
     @asynccontextmanager
@@ -42,8 +46,8 @@ class Draining:
             except Exception:  # nothing ends the watching without a word
                 logger.exception("--draining %s was not looked at; once more in %g s", self._path, _INTERVAL_S)
 
-    def _read(self) -> set[str]:
-        """Return what the file names. If it cannot be read, that is what it named before."""
+    def _read(self) -> dict[str, str]:
+        """Return the URLs that the file names, and what stands behind each. If it cannot be read, those from before."""
         try:
             if self._path.exists() and not self._path.is_file():
                 raise OSError("it is no regular file")  # reading a pipe may never end
@@ -56,17 +60,19 @@ class Draining:
                 logger.warning("--draining %s cannot be read (%s): it changes nothing until it can", self._path, error)
             return self._named
         self._problem = ""
-        return {line.strip().rstrip("/") for line in lines} - {""}
+        words = (line.split(maxsplit=1) for line in lines if line.strip())
+        return {url.rstrip("/"): "".join(found_at).strip() for url, *found_at in words}
 
-    def _mark(self, named: set[str]) -> None:
+    def _mark(self, named: dict[str, str]) -> None:
         """Mark these servers as leaving, and no others."""
-        for url in named - self._known - self._named:
+        for url in named.keys() - self._known - self._named.keys():
             logger.warning(
                 "--draining %s names %r, which is none of the servers; write URLs as behind --prefill or --decode (%s)",
                 self._path, url, ", ".join(sorted(self._known)),
             )  # fmt: skip
         self._named = named
         for leg, server in ((servers.leg, server) for servers in self._legs for server in servers.members):
+            server.prefixes_at = named.get(server.url, "")
             if server.is_leaving != (server.url in named):
                 server.is_leaving = server.url in named
                 state = "is leaving" if server.is_leaving else "is back"

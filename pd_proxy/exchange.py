@@ -35,9 +35,7 @@ class Exchange(ABC):
     """The ASGI endpoint of one path."""
 
     def __init__(self, upstream: Upstream, journal: Journal, tracing: Tracing) -> None:
-        self._upstream = upstream
-        self._journal = journal
-        self._tracing = tracing
+        self._upstream, self._journal, self._tracing = upstream, journal, tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request to its end; log it, however it ends."""
@@ -48,8 +46,7 @@ class Exchange(ABC):
         try:
             await self._receive_and_serve(Request(scope, receive), client)
         except ClientDisconnect:
-            record.status = CLIENT_LEFT
-            record.problem = "the client left"
+            record.status, record.problem = CLIENT_LEFT, "the client left"
         except asyncio.CancelledError:
             # Not raised again: above is the ASGI server, which closes the connection, or who serves several prompts.
             record.problem = "the proxy is shutting down"
@@ -58,8 +55,7 @@ class Exchange(ABC):
                     async with asyncio.timeout(_LAST_WORD_S):
                         await client.fail(HTTPStatus.SERVICE_UNAVAILABLE, record.problem)
         except Exception as error:
-            record.status = HTTPStatus.INTERNAL_SERVER_ERROR
-            record.problem = repr(error)
+            record.status, record.problem = HTTPStatus.INTERNAL_SERVER_ERROR, repr(error)
             record.cause = f"an error in the proxy itself ({type(error).__name__}): see its log"
             raise
         finally:
@@ -177,9 +173,10 @@ class Generation(Exchange):
         record.moves["continued"] += 1
 
     async def _serve_rest(self, client: Client, written: Written, failed: str) -> None:
-        """Serve the rest of an answer: with both legs or, if that fails, by a decode server alone."""
+        """Serve the rest of an answer: by a decode server that finds it, else with both legs, else by one alone."""
         try:
-            await TwoLegs(self._of_rests, written.rest(), client, written, failed=failed).serve()
+            rest = TwoLegs(self._of_rests, written.rest(), client, written, failed=failed)
+            await (rest.alone("", {"prefixes_at": written.found_at}) if written.found_at else rest.serve())
         except (LegFailed, LegRefused) as failure:
             let_go_of_bodies(failure)
             tried = client.record.decode_url

@@ -149,10 +149,10 @@ class TwoLegs:
         body = decode_body(self.upstream.api, self.body, answer["kv_transfer_params"])
         await self._run_decode(body, details, partial(self._judge, engine, None), answer)
 
-    async def alone(self, reason: str) -> None:
-        """Have a decode server serve the whole request, for this reason."""
+    async def alone(self, reason: str, transfer: Body | None = None) -> None:
+        """Have a decode server serve the whole request, for this reason. ``transfer``: where it finds the prompt."""
         self.client.record.legs, self.client.record.undivided = "", reason
-        await self._run_decode(decode_body(self.upstream.api, self.body, None), None)
+        await self._run_decode(decode_body(self.upstream.api, self.body, transfer), None)
 
     async def _together(self, prefill: _Prefill) -> Failure | None:
         self.client.record.legs, decoding = Legs.TOGETHER, asyncio.current_task()

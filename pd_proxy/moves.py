@@ -2,8 +2,9 @@
 
 The rest of an answer is a text completion whose prompt is the first server's prompt and the tokens so far, by their
 ids. So D is asked for ids beside the text (``return_token_ids``); the client does not see them. The new request takes
-both legs as any other, with what has been written as its prompt. Nothing is computed twice if P finds it at the D that
-wrote it, and nothing that the client has is written again.
+both legs as any other, with what has been written as its prompt, or goes to another D alone that is told where it finds
+that. Nothing is computed twice if P or D finds it at the D that wrote it, and nothing that the client has is written
+again.
 
 ``may_move`` knows the requests whose rest is such a completion: nothing shapes a token by its place in the output. A
 chat is one as long as each of its tokens comes as content. Where a parser on D has taken something out (reasoning,
@@ -103,9 +104,8 @@ class Written:
     def __init__(self, api: Api, body: Body, room: int | None = None) -> None:
         """``room``: tokens of a prompt and its answer together, for an answer without a limit of its own."""
         self.is_due = False  # the server is leaving, and its answer was left at a place where another one can go on
-        self._is_chat = api.is_chat
-        self._body = body
-        self._room = room or 0
+        self.found_at = ""  # where that one finds what was written; empty if that is not known
+        self._is_chat, self._body, self._room = api.is_chat, body, room or 0
         self._prompt = array("I")  # token ids, as the first server told them
         self._tokens = array("I")  # and those that were written
         self._before = 0  # of them, by other servers than the last

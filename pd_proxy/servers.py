@@ -57,6 +57,7 @@ class Server:
         self.skip_until = 0.0  # monotonic seconds
         self.failures = 0  # in a row, of requests that it has taken
         self.is_leaving = False  # it is to be restarted
+        self.prefixes_at = ""  # then, where others find what it holds; empty if that is not known
 
 
 class Answer:

@@ -4,6 +4,7 @@ The model writes bytes at random, so that the text is full of halves of characte
 """
 
 import json
+import re
 import statistics
 import time
 from collections.abc import Iterator
@@ -27,16 +28,17 @@ from tests.support.waiting import until
 
 _P = prefill()
 _P = replace(_P, arguments=CHATS, options=(*_P.options, ("peers", ("readers",))))
-_D = replace(decode("fail", patient=True), arguments=CHATS, options=(*PATIENT, ("serve_prefixes", True)))
+_D = decode("fail", patient=True)
+_D = replace(_D, arguments=CHATS, options=(*PATIENT, ("serve_prefixes", True), ("peers", ())))
 MOVES = Deployment("moves", (("P", _P), ("D", _D), ("D other", _D)), slow=True)
 
 pytestmark = [pytest.mark.routers, on(MOVES), pytest.mark.timeout(1800)]
 
 #: An answer, and what of it is there before its server is drained: more than P would rather compute.
 TOKENS, WRITTEN = 1000, 200
-#: P waits for what D holds no longer than computing it takes. The first pull from an engine takes longer.
+#: P or D waits for what a D holds no longer than computing it takes. The first pull from an engine takes longer.
 ATTEMPTS = 5
-#: Streams at once, and how often one of both decode servers is drained: each is proven to P the first time.
+#: Streams at once, and how often one of both decode servers is drained: each is proven to the other the first time.
 STREAMS, DRAINS = 6, 4
 LOADED_S = 300.0
 PULL = "vllm:pd_pull_seconds"
@@ -108,30 +110,41 @@ def pulls(server: Server) -> tuple[float, float]:
     return seconds, count
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_the_text_is_what_it_would_have_been_and_p_pulls_what_was_written(
-    servers: dict[str, Server], tmp_path: Path, figures: list[str], path: str
+def found_at(server: Server) -> str:
+    """Where the prefixes that a decode server holds are found."""
+    return str(re.findall(r"answers on the control channel at (\S+)", server.log_since())[-1])
+
+
+@pytest.mark.parametrize(
+    ("path", "by"), [("/v1/completions", "P"), ("/v1/chat/completions", "P"), ("/v1/completions", "D")]
+)
+def test_the_text_is_what_it_would_have_been_and_what_was_written_is_pulled(
+    servers: dict[str, Server], tmp_path: Path, figures: list[str], path: str, by: str
 ) -> None:
     file, decoders = tmp_path / "draining", [servers["D"], servers["D other"]]
     pulled: list[float] = []
     with running(servers, file) as proxy:
         while len(pulled) < ATTEMPTS and not any(pulled):
             unmoved = list(events(decoders[0].client.base_url, path, len(pulled), cache_salt="unmoved"))
-            before = servers["P"].client.metrics()
+            before = {name: server.client.metrics() for name, server in servers.items()}
             moved = []
             for event in events(proxy.url, path, len(pulled)):
                 moved.append(event)
                 if len(moved) == WRITTEN:
-                    file.write_text(_busy(decoders).client.base_url)
+                    leaving = _busy(decoders)
+                    file.write_text(f"{leaving.client.base_url} {found_at(leaving) if by == 'D' else ''}")
             until(lambda: proxy.log.count(" moved=http") == len(pulled) + 1)
             file.write_text("")
             until(lambda: proxy.log.count("is back") == len(pulled) + 1)
             assert text_of(moved) == text_of(unmoved)
             assert moved[-1]["usage"] == unmoved[-1]["usage"]
             assert moved[-2]["choices"][0]["finish_reason"] == "length"
-            pulled.append(servers["P"].client.metrics().since(before).value("vllm:pd_prefix_tokens_total"))
+            since = {name: server.client.metrics().since(before[name]) for name, server in servers.items()}
+            assert since["P"].value("vllm:request_success_total") == (2 if by == "P" else 1)
+            pullers = ["P"] if by == "P" else ["D", "D other"]
+            pulled.append(sum(since[name].value("vllm:pd_prefix_tokens_total") for name in pullers))
     assert pulled[-1] >= WRITTEN // 2, pulled
-    figures.append(f"{path}, moved: P pulled {pulled[-1]:.0f} tokens of what had been written")
+    figures.append(f"{path}, moved: {by} pulled {pulled[-1]:.0f} tokens of what had been written")
 
 
 def test_no_stream_fails_that_moves_under_load(servers: dict[str, Server], tmp_path: Path, figures: list[str]) -> None:
@@ -139,17 +152,17 @@ def test_no_stream_fails_that_moves_under_load(servers: dict[str, Server], tmp_p
     with running(servers, tmp_path / "draining") as proxy:
         for number in range(DRAINS):
             leaving, other = decoders[:: -1 if number % 2 else 1]
-            figures.append(drain(proxy, tmp_path / "draining", servers["P"], leaving, other, number))
+            figures.append(drain(proxy, tmp_path / "draining", leaving, other, number))
 
 
-def drain(proxy: ProxyProcess, file: Path, p: Server, leaving: Server, other: Server, number: int) -> str:
+def drain(proxy: ProxyProcess, file: Path, leaving: Server, other: Server, number: int) -> str:
     """What became of streams, some of which moved."""
     streams, moved_before = [Stream() for _ in range(STREAMS)], proxy.log.count(" moved=http")
     with ThreadPoolExecutor(STREAMS) as clients:
         read = [clients.submit(each.read, proxy.url, (number, seed)) for seed, each in enumerate(streams)]
         until(lambda: all(len(each.events) >= WRITTEN for each in streams), within_s=LOADED_S)
-        before, pulled_before, since = p.client.metrics(), pulls(other), time.perf_counter()
-        file.write_text(leaving.client.base_url)
+        before, pulled_before, since = other.client.metrics(), pulls(other), time.perf_counter()
+        file.write_text(f"{leaving.client.base_url} {found_at(leaving)}")
         for each in read:
             each.result()
     file.write_text("")
@@ -159,11 +172,11 @@ def drain(proxy: ProxyProcess, file: Path, p: Server, leaving: Server, other: Se
     assert {each.events[-2]["choices"][0]["finish_reason"] for each in streams} == {"length"}
     assert {each.events[-1]["usage"]["completion_tokens"] for each in streams} == {TOKENS}
     pauses = sorted(each.pause_ms(since) for each in streams)[-moved:]
-    tokens = p.client.metrics().since(before).value("vllm:pd_prefix_tokens_total")
+    tokens = other.client.metrics().since(before).value("vllm:pd_prefix_tokens_total")
     seconds, count = (now - earlier for now, earlier in zip(pulls(other), pulled_before, strict=True))
     return (
-        f"{moved} of {STREAMS} streams moved: pauses {statistics.median(pauses):.0f} ms, at most {pauses[-1]:.0f}; P "
-        f"pulled {tokens:.0f} tokens; {count:.0f} pulls of the other D, {1e3 * seconds / max(count, 1):.0f} ms each"
+        f"{moved} of {STREAMS} streams moved: pauses {statistics.median(pauses):.0f} ms, at most {pauses[-1]:.0f}; the "
+        f"other D pulled {tokens:.0f} tokens; {count:.0f} pulls, {1e3 * seconds / max(count, 1):.0f} ms each"
     )
 
 

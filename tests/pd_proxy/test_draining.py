@@ -76,6 +76,34 @@ def test_another_server_goes_on_behind_the_text_so_far(
     assert moving.counted() == [("continued", "1"), ("failed", "0")]
 
 
+@KINDS
+def test_where_the_file_says_where_it_is_found_another_server_has_the_rest_alone(
+    setup: ProxySetup, p: FakeServer, file: Path, api: Api
+) -> None:
+    first = Decoder("first", waits_at=1)
+    moving = Moving(setup, p, file, first, Decoder("second"))
+    assert text_of(moving.drained(first, "10.0.0.1:8998", api=api)) == WHOLE
+    assert len(p.received) == 1
+    (rest,) = moving.servers[1].bodies
+    assert (rest["prompt"], rest["kv_transfer_params"]) == ([*PROMPT_IDS, 10, 11], {"prefixes_at": "10.0.0.1:8998"})
+    assert moving.counted() == [("continued", "1"), ("failed", "0")]
+
+
+def test_a_rest_that_fails_there_is_computed_without_being_looked_for(
+    setup: ProxySetup, p: FakeServer, file: Path
+) -> None:
+    async def refuses(_: Received, wire: Wire) -> None:
+        await wire.json(500, {"error": {"message": "no"}})
+
+    first = Decoder("first", waits_at=1)
+    moving = Moving(setup, p, file, first, refuses, Decoder("third"))
+    moving.drain(moving.servers[2])  # so that the second one gets it
+    assert text_of(moving.drained(first, "10.0.0.1:8998")) == WHOLE
+    assert [body.get("kv_transfer_params") for body in moving.servers[1].bodies] == [{"prefixes_at": "10.0.0.1:8998"}]
+    assert ["kv_transfer_params" in body for body in moving.servers[2].bodies] == [False]
+    assert len(p.received) == 1
+
+
 @pytest.mark.parametrize(("limit", "left"), [(2, []), (3, [1])])
 def test_an_answer_whose_limit_is_reached_where_it_would_move_has_ended(
     setup: ProxySetup, p: FakeServer, file: Path, limit: int, left: list[int]

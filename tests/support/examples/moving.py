@@ -130,9 +130,9 @@ class Moving:
                     calls.pop(0)[1]()
         return got
 
-    def drain(self, *leaving: FakeServer) -> None:
-        """Name these servers in the file, and wait until the proxy has seen it."""
-        self.write("".join(f"{server.url}/\n" for server in leaving).encode())
+    def drain(self, *leaving: FakeServer, found_at: str = "") -> None:
+        """Name these servers in the file, and where prefixes are found; wait until the proxy has seen it."""
+        self.write("".join(f"{server.url}/ {found_at}\n" for server in leaving).encode())
         names = {server.url for server in leaving}
         until(lambda: {one["url"] for one in self.status()["servers"] if one["state"] == "leaving"} == names)
 
@@ -142,11 +142,11 @@ class Moving:
         new.write_bytes(content)
         new.replace(self.file)
 
-    def drained(self, decoder: Decoder, **changes: Any) -> bytes:
+    def drained(self, decoder: Decoder, found_at: str = "", **changes: Any) -> bytes:
         """The answer to a stream whose decode server is drained when the client has the first text."""
 
         def then() -> None:
-            self.drain(self.servers[0])
+            self.drain(self.servers[0], found_at=found_at)
             decoder.gate.set()
 
         return self.answer(then, **changes)
