@@ -191,7 +191,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--draining",
         metavar="FILE",
-        help="names servers to be restarted, a URL a line, and behind it where prefixes of a decode server are found; may "
+        help="names servers to be restarted, a URL a line, behind it where prefixes of a decode server are found; may "
         "change at any time. They get no new requests; text completions go on at another decode server (default: none)",
     )
     parser.add_argument(
