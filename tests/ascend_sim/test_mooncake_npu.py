@@ -19,6 +19,8 @@ from tests.support.ascend.servers import simulated_environment
 from tests.support.store.mooncake_processes import MooncakeProcesses
 
 COMMAND = [sys.executable, "-m", mooncake_peer.__name__]
+#: By HCCL's communicators, in the place of client-server mode.
+HCCL = {"ASCEND_LOCAL_COMM_RES": '{"version":"1.2"}'}
 
 
 @pytest.fixture
@@ -92,7 +94,7 @@ def test_device_memory_is_read_and_the_peer_proves_who_it_is(
 
 
 def test_both_sides_must_make_links_in_the_same_way(environment: dict[str, str]) -> None:
-    serving = serve(environment | {"ASCEND_LOCAL_COMM_RES": '{"version":"1.2"}'})
+    serving = serve(environment | HCCL)
     try:
         done = subprocess.run(
             [*COMMAND, "link", peer_of(serving)],
@@ -107,8 +109,8 @@ def test_both_sides_must_make_links_in_the_same_way(environment: dict[str, str])
 
 @pytest.fixture
 def peers(environment: dict[str, str]) -> Iterator[list[str]]:
-    """Two peers."""
-    serving = [serve(environment) for _ in range(2)]
+    """Two peers, by HCCL's communicators, of which CANN makes one at a time."""
+    serving = [serve(environment | HCCL) for _ in range(2)]
     try:
         yield [peer_of(each) for each in serving]
     finally:
@@ -130,7 +132,7 @@ def test_links_that_cann_makes_one_after_another_have_its_time(
     """The last of them takes longer than a peer has for its first answer, which is 5 s."""
     done = subprocess.run(
         [*COMMAND, "link", *peers], capture_output=True, text=True, timeout=120, check=False, cwd=ROOT_OF_PROJECT,
-        env={**environment, **timeout, "SIMADXL_LINK_MS": "3000"},
+        env={**environment, **HCCL, **timeout, "SIMADXL_LINK_MS": "3000"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     refusals = json.loads(done.stdout.splitlines()[-1])

@@ -97,7 +97,6 @@ def test_a_rest_that_fails_there_is_computed_without_being_looked_for(
 
     first = Decoder("first", waits_at=1)
     moving = Moving(setup, p, file, first, refuses, Decoder("third"))
-    moving.drain(moving.servers[2])  # so that the second one gets it
     assert text_of(moving.drained(first, "10.0.0.1:8998")) == WHOLE
     assert [body.get("kv_transfer_params") for body in moving.servers[1].bodies] == [{"prefixes_at": "10.0.0.1:8998"}]
     assert ["kv_transfer_params" in body for body in moving.servers[2].bodies] == [False]
