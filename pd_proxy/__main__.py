@@ -98,8 +98,8 @@ def listeners(server: Server, backlog: int) -> list[socket.socket]:
 def _look_for_garbage_seldom() -> None:
     """Let Python look for reference cycles in new objects only, and not before there are half a million.
 
-    A thousand requests under way are 400,000, and a look at all of them takes a tenth of a second. It finds nothing:
-    only failures leave cycles.
+    A thousand requests under way are 400,000, and a look at all of them takes a tenth of a second. It finds little:
+    only failures leave cycles, and Python 3.11 five objects of each connection that is closed (1 KB).
     """
     gc.collect()
     gc.freeze()

@@ -6,6 +6,7 @@ connector's control channel. Then the rest of each of its answers goes to anothe
 
 import asyncio
 import logging
+import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,14 +17,15 @@ logger = logging.getLogger(__name__)
 
 #: How often the file is looked at.
 _INTERVAL_S = 1.0
+#: A URL, and behind it nothing or ``host:port``.
+_LINE = re.compile(r"(.*?)/*(?:\s+([^\s/]+:\d+))?")
 
 
 class Draining:
     """Marks the servers that a file names, one URL a line, as leaving. A file that is not there names none."""
 
     def __init__(self, path: str, legs: Sequence[Servers]) -> None:
-        self._path = Path(path)
-        self._legs = legs
+        self._path, self._legs = Path(path), legs
         self._known = frozenset(server.url for servers in legs for server in servers.members)
         self._named: dict[str, str] = {}  # when the file was read the last time, with where prefixes are found
         self._problem = ""
@@ -60,8 +62,7 @@ class Draining:
                 logger.warning("--draining %s cannot be read (%s): it changes nothing until it can", self._path, error)
             return self._named
         self._problem = ""
-        words = (line.split(maxsplit=1) for line in lines if line.strip())
-        return {url.rstrip("/"): "".join(found_at).strip() for url, *found_at in words}
+        return {found[1]: found[2] or "" for line in lines if (found := _LINE.fullmatch(line.strip())) and found[1]}
 
     def _mark(self, named: dict[str, str]) -> None:
         """Mark these servers as leaving, and no others."""

@@ -297,6 +297,15 @@ def test_names_that_are_none_of_its_servers_and_files_that_cannot_be_read_are_to
     assert "is back; it has 0 requests" in said[-1]
 
 
+def test_two_servers_in_one_line_are_none_and_told(
+    setup: ProxySetup, p: FakeServer, file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    moving = Moving(setup, p, file, decodes, decodes)
+    first, second, *_ = moving.servers
+    moving.write(f"{first.url} {second.url}\n".encode())
+    until(lambda: f"names '{first.url} {second.url}', which is none of the servers" in caplog.text)
+
+
 def test_a_pipe_holds_nothing_up(
     setup: ProxySetup, p: FakeServer, file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
