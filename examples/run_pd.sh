@@ -193,9 +193,9 @@ prove() { # says whether D has found that P computes the same keys and values, w
     case $outcome in
     proven) say "D has proven P: both compute the same keys and values" ;;
     differs) say "D has NOT proven P, which computes other keys and values: see $log, and canary in docs/settings.md" ;;
-    refused) say "D will prove P with the first prompt of 17 tokens or more; the one of this script was refused" ;;
-    '') say "D has not proven P within 30 s; the first prompt of 17 tokens or more may still do it: see $log" ;;
-    *) say "D has not proven P with the first prompt ($outcome); the next of 17 tokens or more may: see $log" ;;
+    refused) say "D will prove P with the first prompt of 17 tokens (AMX: a block) or more; this one was refused" ;;
+    '') say "D has not proven P within 30 s; the first of 17 tokens (AMX: a block) or more may still: see $log" ;;
+    *) say "D has not proven P with the first prompt ($outcome); the next of 17 tokens (AMX: a block) may: see $log" ;;
     esac
 }
 

@@ -286,7 +286,7 @@ def test_servers_on_gpus_share_a_secret_with_which_d_copies_from_the_gpu_of_p(
         slow({"VLLM_API_KEY": "a-key"}, "D has proven P"),
         ({"FAKE_CANARY": "differs"}, "D has NOT proven P, which computes other keys and values: see {logs}/decode.log"),
         slow({"FAKE_CANARY": "left"}, "D has not proven P with the first prompt (left); the next"),
-        slow({"FAKE_PREFILL": "short"}, "D will prove P with the first prompt of 17 tokens or more; the one"),
+        slow({"FAKE_PREFILL": "short"}, "D will prove P with the first prompt of 17 tokens (AMX: a block) or more"),
         ({"CONNECTOR_CONFIG": '{"canary": "off"}'}, ""),
     ],
     ids=str,

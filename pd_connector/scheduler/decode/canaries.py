@@ -190,6 +190,13 @@ class Canaries(SchedulerRole):
         """Return whether the prefill engine that holds a request's prompt is proven. The request waits for nothing."""
         return not self.tries or self._standing(request, remote, self._clock()) is Standing.PROVEN
 
+    def proves_states(self, request: "Request", remote: RemotePrefill) -> bool:
+        """Return whether states at borders are taken from a proven engine: not if prompts without one have proven it.
+
+        An engine that drafts keeps no state at the last border of a prompt, and others do.
+        """
+        return not self.tries or self._verdicts.get(_key(request, remote)) is not False
+
     def begin(
         self,
         request: "Request",

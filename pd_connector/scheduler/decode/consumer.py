@@ -212,9 +212,13 @@ class Consumer(SchedulerRole):
                 return None if self._is_useless(request, remote) else remote
         return None
 
-    def borders(self, remote: RemotePrefill | None, tokens: range) -> tuple[int, ...]:
-        """Return after how many tokens states are pulled beside ``tokens``. ``remote``: the lease of a whole prompt."""
-        return self._borders.choose(tokens, self._needed.held_states(remote) if remote else None)
+    def borders(
+        self, request: "Request", remote: RemotePrefill, tokens: range, *, is_complete: bool = True
+    ) -> tuple[int, ...]:
+        """Return after how many tokens states are pulled beside ``tokens``. ``is_complete``: whether the prompt is."""
+        if not self._canaries.proves_states(request, remote):
+            return ()
+        return self._borders.choose(tokens, self._needed.held_states(remote) if is_complete else None)
 
     def start_landing(self, request: "Request", block_ids: tuple[tuple[int, ...], ...], tokens: range) -> PullOrder:
         """Return the order to pull a request's ``tokens`` to host memory. The request may land, see ``may_land``."""
@@ -449,7 +453,8 @@ class Consumer(SchedulerRole):
             request_id, entry, block_ids, tokens.start, tokens.stop, uuid.uuid4().hex, transfer_id, complete_tokens,
             traceparent(request),
         )  # fmt: skip
-        borders = self.borders(None if transfer_id else entry, self._borders.from_state(request, tokens))
+        wanted = self._borders.from_state(request, tokens)
+        borders = self.borders(request, entry, wanted, is_complete=not transfer_id)
         self._pulls.append(self._borders.add(request, order, borders))
 
     def _pull_borders(self, request_id: str, *, is_right: bool) -> None:

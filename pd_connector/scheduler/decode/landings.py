@@ -167,7 +167,7 @@ class Landings(SchedulerRole):
             return False
         tables = [kept.needed_blocks(first, end) for kept in self._demand.groups]
         needed = sum(len(numbers) for numbers, _ in tables)
-        borders = self._borders(remote, range(first, end), tables)
+        borders = self._borders(request, remote, range(first, end), tables)
         before = held.blocks if held is not None else ()
         slots = self._tier.loans.lend(before, needed + len(borders))
         if slots is None and borders:
@@ -189,7 +189,7 @@ class Landings(SchedulerRole):
         return True
 
     def _borders(
-        self, remote: RemotePrefill, tokens: range, tables: Sequence[tuple[range, int]]
+        self, request: "Request", remote: RemotePrefill, tokens: range, tables: Sequence[tuple[range, int]]
     ) -> list[tuple[int, int]]:
         """Return the cache groups and entries of states at borders of ``tokens`` that the request does not need itself.
 
@@ -197,7 +197,7 @@ class Landings(SchedulerRole):
         """
         return [
             (group, entry)
-            for border in self._consumer.borders(remote, tokens)
+            for border in self._consumer.borders(request, remote, tokens)
             for group, (kept, (numbers, _)) in enumerate(zip(self._demand.groups, tables, strict=True))
             if kept.states and (entry := border // kept.block_tokens - 1) >= 0 and entry not in numbers
         ]

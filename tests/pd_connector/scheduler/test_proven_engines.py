@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from pd_connector.orders import PullOrder
+from pd_connector.scheduler.decode.consumer import Consumer
 from pd_connector.worker import canary
 from tests.support.releases import INSTALLED, module_needs
 from tests.support.simulation.scheduler_pulls import Peer
+from tests.support.simulation.state_groups import DRAFTS
 from tests.support.simulation.vllm_schedulers import ClientRequest, EngineSim, World
 
 if INSTALLED < (0, 30):
@@ -30,10 +32,10 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 class Pair:
     """A prefill and a decode engine, and a router that sends both legs in turn or ``at_once``."""
 
-    def __init__(self, world: World, mode: Any, *, at_once: bool = False) -> None:
+    def __init__(self, world: World, mode: Any, *, at_once: bool = False, stated: Any = None) -> None:
         self._world, self._at_once, self._number = world, at_once, 0
         self.prefill = EngineSim(world, "kv_producer", 60, states=mode)
-        self.decode = EngineSim(world, "kv_consumer", 60, states=mode, canary="refuse")
+        self.decode = EngineSim(world, "kv_consumer", 60, states=mode, stated=stated or {}, canary="refuse")
 
     def ask(self, tokens: int) -> None:
         """Send a new prompt of so many tokens."""
@@ -123,3 +125,21 @@ def test_an_engine_with_other_states_is_refused_by_the_first_prompt_that_shows_t
     assert not pair.pulls(SHORT)
     assert not pair.pulls(LONG)
     assert pair.decode.counts["canary"] == 2, "the cause of both refusals"
+
+
+@pytest.mark.parametrize("first", [SHORT, LONG])
+def test_states_at_borders_come_only_from_an_engine_that_a_prompt_with_one_has_proven(
+    world: World, monkeypatch: pytest.MonkeyPatch, first: int
+) -> None:
+    """An engine that drafts keeps no state at the last border of a prompt; one that does not has it."""
+    pair = Pair(world, "align", stated=DRAFTS)
+    chosen: list[tuple[int, ...]] = []
+    borders = Consumer.borders
+
+    def noted(*parameters: Any, **more: Any) -> tuple[int, ...]:
+        chosen.append(borders(*parameters, **more))
+        return chosen[-1]
+
+    monkeypatch.setattr(Consumer, "borders", noted)
+    assert [pair.pulls(tokens) for tokens in (first, 25)] == [False, True]
+    assert chosen == ([()] if first == SHORT else [(16,)])
