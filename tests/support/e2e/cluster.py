@@ -26,6 +26,7 @@ from tests.support.e2e.gates import DIRECTORY_VARIABLE, Gates
 from tests.support.e2e.hosts import Hosts
 from tests.support.e2e.models import DEFAULT_MODEL, ModelSpec, write_model
 from tests.support.process import free_ports, stop
+from tests.support.waiting import until
 
 Role = Literal["kv_producer", "kv_consumer", "kv_both"]
 Layout = Literal["LBHNC", "BLHNC", "BHLNC"]
@@ -262,6 +263,8 @@ class Server:
         self._guard.stdin.close()
         self._guard.wait(STOP_TIMEOUT_S)
         self.process.wait(STOP_TIMEOUT_S)
+        # What it has forked has its listening socket, and may need longer to go.
+        until(lambda: not self.processes(""), f"all processes of {self.spec.name} to end", within_s=STOP_TIMEOUT_S)
 
     def stop(self) -> None:
         """Ask the server to end, and end by force what is left of its process group."""
@@ -430,7 +433,7 @@ def tail(log: str, lines: int = 60) -> str:
 
 
 def _group_members(group: int) -> list[tuple[int, str]]:
-    """(process id, command line) of every process of a process group."""
+    """(process id, command line) of every process of a process group, but for those that have ended."""
     members = []
     for directory in Path("/proc").glob("[0-9]*"):
         try:
@@ -438,6 +441,6 @@ def _group_members(group: int) -> list[tuple[int, str]]:
             command = (directory / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except (FileNotFoundError, ProcessLookupError):
             continue
-        if int(fields[2]) == group:
+        if int(fields[2]) == group and fields[0] not in "ZX":
             members.append((int(directory.name), command))
     return members
