@@ -5,6 +5,7 @@ Nor is a step that drafts reported before the device has done it. There is no de
 
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from pd_connector.vllm.metadata import StepMetadata
 from pd_connector.vllm.releases import installed
 from pd_connector.worker import worker as worker_module
 from pd_connector.worker.device_fence import RaiseFence, StepEnds, fences, landing, no_fence
+from pd_connector.worker.host.pool import _event_recorder
 from pd_connector.worker.pulls import Pulls
 from pd_connector.worker.unawaited_pulls import PrefixPulls
 from tests.support.connector.engines import OURS, THEIRS, DecodeWorker, Site, an_order
@@ -120,7 +122,10 @@ def test_nothing_needs_to_be_waited_for_on_the_cpu() -> None:
     assert raise_fence() is None
 
 
-def test_a_fence_is_behind_the_stream_on_which_vllm_ascend_moves_states(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("of", [lambda npu: fences(npu)(), lambda npu: _event_recorder(npu)()], ids=["pull", "store"])
+def test_what_begins_is_behind_the_stream_on_which_vllm_ascend_moves_states(
+    monkeypatch: pytest.MonkeyPatch, of: Callable[[Any], object]
+) -> None:
     calls: list[tuple[str, object]] = []
     moved = object()
 
@@ -133,7 +138,7 @@ def test_a_fence_is_behind_the_stream_on_which_vllm_ascend_moves_states(monkeypa
     monkeypatch.setitem(sys.modules, "vllm_ascend.utils", ascend)
     monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(current_stream=lambda _: model))
     npu: Any = SimpleNamespace(type="npu")
-    fences(npu)()
+    of(npu)
     assert calls == [("wait", moved), ("record", "model")]
 
 
