@@ -2,8 +2,8 @@
 
 A small real model on P and two D, and a proxy. So many streams run at once, on both D; then one D is drained, the other
 one the next time. Pause: the longest time between two events of a stream that moved, behind the moment when its D was
-leaving. Beside it, what a pull of what was written took on the D where they went on, under that load; and the time
-between two events on both D before. Each D proves the other one in the first two rounds, which are not counted. Streams
+leaving. Beside it, what the pull of a prompt took on the D where they went on, under that load; and the time between
+two events on both D before. Each D proves the other one in the first two rounds, which are not counted. Streams
 that end too early are.
 
 ``--by-way-of-prefill``: the proxy is not told where a D's prefixes are found, so that P pulls what was written, and the
@@ -121,6 +121,7 @@ def drain(
 ) -> Mapping[str, list[float]]:
     """Return what a drain of one D took: pauses, pulls and times between two events in ms; and streams that failed."""
     pulls = "vllm:pd_pull_seconds_sum", "vllm:pd_pull_seconds_count"
+    before = [counted(other.url, name, phase="total") for name in pulls]
     streams = [Stream(f"drain-{number}-{stream}") for stream in range(arguments.streams)]
     with ThreadPoolExecutor(len(streams)) as clients:
         sizes = arguments.prompt_tokens, arguments.answer_tokens
@@ -128,7 +129,6 @@ def drain(
         while any(len(each.times) < WRITTEN for each in streams) and not all(each.done() for each in read):
             time.sleep(POLL_S)
         apart = [1e3 * (b - a) for each in streams for a, b in pairwise(each.times[-WRITTEN // 2 :])]
-        before = [counted(other.url, name, phase="total") for name in pulls]
         FILE.write_text(leaving.url if arguments.by_way_of_prefill else f"{leaving.url} {found_at(leaving)}")
         wait_for(proxy.log, f"{leaving.url} is leaving", number // 2 + 1)
         since = time.perf_counter() - NOTICED_S

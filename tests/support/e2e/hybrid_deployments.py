@@ -74,7 +74,8 @@ def _granite_with_borders(
     worker = "tests.support.e2e.bordered_worker.BorderedWorker"
     arguments = ("--enable-prefix-caching", "--worker-cls", worker, "--enable-prompt-tokens-details", *arguments)
     spec = _hybrid(role, "granite", tensor_parallel, step, *arguments, block_size=block_size, kv_heads=kv_heads)
-    return replace(spec, options=(*spec.options, ("verify", True), *options))
+    variables = (*spec.variables, ("VLLM_SERVER_DEV_MODE", "1"))  # to reset what is known
+    return replace(spec, options=(*spec.options, ("verify", True), *options), variables=variables)
 
 
 #: States at the borders of blocks, at pairs of tensor parallel sizes.
