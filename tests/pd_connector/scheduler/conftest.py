@@ -11,6 +11,14 @@ from pd_connector.scheduler.scheduler import ConnectorScheduler
 from pd_connector.stats import StatsRecorder
 from tests.support.connector.vllm_engine import CACHES, a_config
 from tests.support.simulation.named_prefill import NamedPrefill, StartPrefill
+from tests.support.simulation.vllm_schedulers import World
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World()
+    yield world
+    world.close()
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ Every token that the model attends to is checked by the simulated workers: a wro
 """
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -15,13 +14,6 @@ from tests.support.simulation.vllm_schedulers import ClientRequest, EngineSim, W
 
 QUEUE_TIMEOUT_S = 12.0
 SETTINGS: dict[str, Any] = {"lease_ttl_s": 3.0, "queue_timeout_s": QUEUE_TIMEOUT_S}
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    world = World()
-    yield world
-    world.close()
 
 
 def a_pair(world: World, prefill_blocks: int = 200, decode_blocks: int = 200, **settings: Any) -> list[EngineSim]:

@@ -3,21 +3,10 @@
 Covers: pd_connector.scheduler.scheduler, pd_connector.vllm.device_blocks.
 """
 
-from collections.abc import Iterator
-
-import pytest
-
 from tests.support.simulation.prefix_engines import FIRST, a_holder, asker, compute, hold
 from tests.support.simulation.vllm_schedulers import OUTPUT_TOKEN, ClientRequest, EngineSim, World
 
 PROMPT = list(range(64))
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    world = World()
-    yield world
-    world.close()
 
 
 def computed(world: World, engine: EngineSim, name: str) -> int:

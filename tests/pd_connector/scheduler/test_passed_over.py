@@ -3,7 +3,6 @@
 Covers: pd_connector.scheduler.prefix_queue.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import MagicMock, patch
@@ -18,13 +17,6 @@ from tests.support.simulation.vllm_schedulers import ClientRequest, EngineSim, W
 
 #: What an engine computes of a prompt of a token more than is held elsewhere.
 REST = TURN + 1 - TURN // BLOCK * BLOCK
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    world = World()
-    yield world
-    world.close()
 
 
 class Peer:

@@ -4,7 +4,6 @@ After every step, the simulated workers check each state that a request goes on 
 """
 
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
@@ -18,13 +17,6 @@ if INSTALLED < (0, 30):
 
 PROMPT, OUTPUTS = 100, 100
 FIRST: Any = {"states": "align", "scheduling": "priority"}
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    world = World()
-    yield world
-    world.close()
 
 
 def run(world: World, engine: EngineSim, asked: list[ClientRequest]) -> Counter[str]:

@@ -1,6 +1,5 @@
 """Who has read a prompt is known when the conversation goes on."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,13 +14,6 @@ from transfer.peers import Address
 BLOCK, OUTPUTS = 16, 200
 FIRST = list(range(200))
 READER = Address("10.0.0.5", 8999)
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    world = World()
-    yield world
-    world.close()
 
 
 def hashes(*blocks: int) -> list[bytes]:

@@ -1,7 +1,6 @@
 """Whoever waits for blocks gets them in the end: vLLM's own schedulers on small pools, with one role and with both."""
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import pytest
@@ -18,13 +17,6 @@ from transfer.control.waiting_requests import NotYet
 
 TTL_S = 30.0  # the default
 QUEUE_TIMEOUT_S = 120.0  # the default
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    world = World()
-    yield world
-    world.close()
 
 
 def burst(number: int, tokens: int, prefills_on: list[EngineSim], decodes_on: list[EngineSim]) -> list[ClientRequest]:

@@ -1,6 +1,6 @@
 """A prompt that is looked for at peers and in the pool waits for both together no longer than computing it takes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,13 +18,6 @@ RATE = float(TURN)
 REST = TURN + 1 - TURN // BLOCK * BLOCK
 STEP_S = 0.02
 FOREVER_S = 1e9
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    world = World()
-    yield world
-    world.close()
 
 
 def an_engine(world: World, *peers: EngineSim, blocks: int = 900, **settings: Any) -> EngineSim:

@@ -1,6 +1,5 @@
 """Prompts of a model with states are pulled, by vLLM's own schedulers: in turn, or while they are computed."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,13 +14,6 @@ if INSTALLED < (0, 30):
 TOKENS, OUTPUTS = 100, 3
 BLOCK = 16
 BORDER = 96  # the last one of what is pulled
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    world = World()
-    yield world
-    world.close()
 
 
 def pull(

@@ -1,6 +1,6 @@
 """A request goes on when its own tokens are here; the states at borders come behind it, under the same lease."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -13,13 +13,6 @@ if INSTALLED < (0, 30):
 TOKENS, OUTPUTS, BLOCK = 100, 3, 16
 BORDER = 96  # the last one of what is pulled
 LATE_S = 5.0
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    world = World()
-    yield world
-    world.close()
 
 
 class Late:

@@ -1,6 +1,5 @@
 """Of a prompt that is pulled, vLLM finds keys behind the last state that is here: a pull brings the one it needs."""
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,13 +19,6 @@ BORDER = 96  # of the only state that the decode engine keeps of the first turn
 TURN = [*range(TOKENS), *[OUTPUT_TOKEN] * ANSWER]
 KNOWN = 144  # tokens whose keys it has then
 SHORT, LONG = [*TURN, *range(5)], [*TURN, *range(20)]  # the next turn, which ends in the same block, or in a later one
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    world = World()
-    yield world
-    world.close()
 
 
 def start(world: World, role: str, states: StateMode = "align", **settings: Any) -> EngineSim:

@@ -1,6 +1,6 @@
 """Prefixes that another engine holds are found and pulled before a prompt is computed: vLLM's own schedulers."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,13 +32,6 @@ OUTPUTS = 40
 
 with_or_without_states = pytest.mark.parametrize("states", ["", "align"], ids=["tokens", "states"])
 SECOND = list(range(TURN, 2 * TURN))
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    world = World()
-    yield world
-    world.close()
 
 
 @with_or_without_states

@@ -1,6 +1,5 @@
 """An answer goes on at another decode engine, which has its request alone and is told where the rest is found."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,13 +9,6 @@ from tests.support.simulation.state_groups import StateMode
 from tests.support.simulation.vllm_schedulers import HOST, ClientRequest, EngineSim, World
 
 WRITTEN = 40
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    world = World()
-    yield world
-    world.close()
 
 
 def written(world: World, leaving: EngineSim, **states: Any) -> list[int]:

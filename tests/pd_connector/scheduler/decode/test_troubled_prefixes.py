@@ -4,7 +4,6 @@ Covers: pd_connector.scheduler.decode.prefix_offers.
 """
 
 import socket
-from collections.abc import Iterator
 from typing import Any
 from unittest.mock import create_autospec, patch
 
@@ -21,13 +20,6 @@ from tests.support.waiting import until
 from transfer.control.client import ControlClient
 from transfer.control.messages import Find, Found
 from transfer.peers import Address
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    world = World()
-    yield world
-    world.close()
 
 
 def test_an_engine_whose_pull_is_late_is_not_asked_again_before_that_has_ended(world: World) -> None:

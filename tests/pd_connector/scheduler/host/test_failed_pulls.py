@@ -1,6 +1,5 @@
 """A pull that fails while host memory comes to hold its prompt, on an engine without room for two such requests."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -8,13 +7,6 @@ import pytest
 from tests.support.simulation.vllm_schedulers import ClientRequest, EngineSim, World
 
 PROMPT = list(range(250))  # 16 blocks
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    world = World()
-    yield world
-    world.close()
 
 
 def step_until(world: World, happened: Any) -> None:

@@ -1,7 +1,5 @@
 """A pool that stops answering, on vLLM's own schedulers: after the first time-out nobody waits for it."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from pd_connector.orders import Orders
@@ -11,13 +9,6 @@ from transfer.store.store_thread import RETRY_S
 
 #: When requests come; the first one's time is out after 0.4 s.
 ARRIVALS = (0.0, 0.25, 0.35, 0.65, 1.25, 1.85, 2.45, 3.05)
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    world = World()
-    yield world
-    world.close()
 
 
 def an_engine(world: World) -> EngineSim:

@@ -2,7 +2,6 @@
 
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,13 +20,6 @@ from transfer.store.mooncake_store import MooncakeStore
 
 LONG = list(range(500))  # two steps
 BLOCKS = 500 // BLOCK
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    world = World()
-    yield world
-    world.close()
 
 
 def an_engine(world: World, slots: int = 200, blocks: int = 120, **settings: object) -> EngineSim:

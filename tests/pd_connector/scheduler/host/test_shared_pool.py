@@ -1,6 +1,5 @@
 """Prompts that are found in a pool, on vLLM's own schedulers: who waits for it, what is found, and what it may cost."""
 
-from collections.abc import Iterator
 from unittest.mock import patch
 
 import pytest
@@ -12,13 +11,6 @@ from transfer.store.store_thread import RETRY_S
 
 FULL = TURN // BLOCK * BLOCK
 EVENTS = ("fetched", "nothing", "late")
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    world = World()
-    yield world
-    world.close()
 
 
 def an_engine(world: World, slots: int = 100, blocks: int = 60, **settings: object) -> EngineSim:

@@ -4,8 +4,6 @@ Through vLLM's own scheduler, which preempts because its pool is small. Every to
 by the simulated workers.
 """
 
-from collections.abc import Iterator
-
 import pytest
 
 from pd_connector.config import HostTransfers
@@ -13,13 +11,6 @@ from pd_connector.scheduler.host.tier import StoreMode
 from tests.support.simulation.vllm_schedulers import ClientRequest, EngineSim, World
 
 PROMPT, OUTPUTS, REQUESTS, BLOCK_TOKENS = 100, 100, 5, 16
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    world = World()
-    yield world
-    world.close()
 
 
 def served_by_few_blocks(world: World, **host_memory: object) -> tuple[EngineSim, int]:

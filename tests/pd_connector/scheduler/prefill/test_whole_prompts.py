@@ -4,7 +4,6 @@ vLLM's own schedulers, with both engines' scheduler sides. Until 0.31 they take 
 log-probabilities that the model has not computed are memory that nobody has written.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -31,13 +30,6 @@ ASKED = pytest.mark.parametrize(
     ],
     ids=lambda sampling: ", ".join(f"{name} {value}" for name, value in sampling.items()),
 )
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    world = World()
-    yield world
-    world.close()
 
 
 def a_pair(world: World, **settings: Any) -> tuple[EngineSim, EngineSim]:
