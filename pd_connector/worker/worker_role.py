@@ -118,6 +118,7 @@ class Arrivals:
         """Raise AssertionError unless the books balance."""
         assert all(count > 0 for count in self._expected.values()), "a part has settled that was not expected"
         assert not self._finished & self._expected.keys(), "a request is reported before its last part"
+        assert self._left <= self._expected.keys(), "a request that has left is remembered"
         assert self._failed <= self._finished | self._expected.keys(), "a request has failed that is not known"
 
 

@@ -5,9 +5,9 @@ from concurrent.futures import Future
 
 import pytest
 
-from pd_connector.orders import PullOrder
+from pd_connector.orders import Cause, PullOrder
 from pd_connector.traces import Lap
-from pd_connector.worker.pull_end import Stopwatch, verdict
+from pd_connector.worker.pull_end import PullEnd, Stopwatch, verdict
 from tests.support.connector.requests import a_prompt, a_remote
 from tests.support.waiting import ManualClock
 from transfer.control.failures import ClientClosed
@@ -76,3 +76,8 @@ def test_without_an_answer_the_pull_is_unconfirmed(end: Callable[["Future[Releas
     cause, words = verdict(ORDER, answer)
     assert cause == "unconfirmed"
     assert words
+
+
+@pytest.mark.parametrize("cause", list(Cause))
+def test_only_a_prompt_given_up_and_a_lease_that_has_ended_come_of_a_client_that_leaves(cause: Cause) -> None:
+    assert PullEnd("r", cause).comes_of_leaving is (cause in (Cause.TRANSFER, Cause.LEASE))

@@ -14,6 +14,7 @@ EVENTS = st.one_of(
     st.tuples(st.just("expect"), IDS, st.integers(1, 3)),
     st.tuples(st.just("settle"), IDS, st.booleans()),
     st.tuples(st.just("take"), IDS, st.just(0)),
+    st.tuples(st.just("leave"), IDS, st.just(0)),
 )
 
 
@@ -36,6 +37,9 @@ def test_every_request_is_reported_once_after_its_last_part(events: list[tuple[s
             failed |= {request_id} if detail else set()
             over |= set() if parts[request_id] else {request_id}
             arrivals.settle(request_id, failed=bool(detail))
+        elif kind == "leave":
+            arrivals.leave([request_id])
+            assert arrivals.has_left(request_id) == bool(parts[request_id])
         elif kind == "take":
             assert arrivals.take() == (over, over & failed)
             failed -= over

@@ -82,3 +82,18 @@ def test_peers_must_know_it_by_the_address_that_vllm_ascend_gives_it() -> None:
     assert transfer_engine.lender(parse_config({"protocol": "ascend", "host": "10.0.0.1"})) is not None
     with pytest.raises(ConfigError, match=r"host = '10.0.0.2': .* AscendStoreConnector, .* set VLLM_HOST_IP"):
         transfer_engine.lender(parse_config({"protocol": "ascend", "host": "10.0.0.2"}))
+
+
+@pytest.mark.parametrize("is_started", [False, True])
+def test_a_class_of_traffic_has_an_effect_unless_the_pool_has_started_the_engine(
+    process: GlobalTE, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, is_started: bool
+) -> None:
+    if is_started:
+        process.get_transfer_engine("10.0.0.1", None)
+    config = parse_config({"protocol": "ascend"})
+    lend = transfer_engine.lender(config)
+    caplog.clear()
+    monkeypatch.setattr(transfer_engine, "MooncakeEngine", lambda *_: None)
+    monkeypatch.setattr(transfer_engine, "_identity_memory", lambda _: None)
+    transfer_engine.open_engine(config, is_read=False, lend=lend, qos=3)
+    assert ("qos_priority has no effect" in caplog.text) is is_started
