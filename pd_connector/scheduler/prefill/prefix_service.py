@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -59,7 +60,7 @@ class _Cache(Protocol):
     def has_spare(self, number: int, share: float) -> bool: ...
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class _Prefix:
     """What one cache holds of some tokens."""
 
@@ -68,11 +69,11 @@ class _Prefix:
     table: "tuple[tuple[KVCacheBlock, ...], ...]"  # by cache group
     tokens: int
 
-    @property
+    @cached_property
     def blocks(self) -> HeldBlocks:
         return tuple(block for group in self.table for block in group if not block.is_null)
 
-    @property
+    @cached_property
     def ids(self) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(0 if block.is_null else int(block.block_id) for block in group) for group in self.table)
 
