@@ -25,6 +25,15 @@ TRANSFERS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "the proxy's processor time for a request, 1,000 at once: {:.1f} ms with both legs at once, {:.1f} ms in turn",
         ("proxy:together/1000/request_ms", "proxy:in-turn/1000/request_ms"),
     ),
+    (
+        "1 Gbit/s: pulls use {:.0%} of the link; both legs at once hide {:.0%} of a transfer of 3,500 tokens",
+        ("legs_slow_network:link_share/3500", "legs_slow_network:handover/3500/hidden"),
+    ),
+    (
+        "two P with a D in `peers`: first token of a next turn {:.1f} times that of one server, of a new prompt {:.1f} "
+        "times that without",
+        ("reuse_two_prefills:first_token_ratio/one server", "reuse_no_hit:first_token_ms/peers/ratio"),
+    ),
 )  # fmt: skip
 #: The same of reads, beside one contiguous read of as many bytes.
 READS: tuple[tuple[str, tuple[str, ...]], ...] = (
