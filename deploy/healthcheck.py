@@ -56,5 +56,10 @@ def complaint(words: Sequence[str]) -> str:
         return f"{url}: {error}"
 
 
+def words_of(command_line: str) -> list[str]:
+    """Return the words of a command line as the kernel tells it: those behind ``sh -c`` too, which are one argument."""
+    return command_line.replace("\0", " ").split()
+
+
 if __name__ == "__main__":
-    sys.exit(complaint(Path("/proc/1/cmdline").read_text(errors="replace").split("\0")) or 0)
+    sys.exit(complaint(words_of(Path("/proc/1/cmdline").read_text(errors="replace"))) or 0)

@@ -18,4 +18,9 @@ def __getattr__(name: str) -> Any:
         from pd_connector.connector import PDConnector  # noqa: PLC0415  see above
 
         return PDConnector
+    if name in ("OffloadingConnector", "SimpleCPUOffloadConnector", "LMCacheMPConnector"):
+        raise AttributeError(
+            f"--kv-offloading-size puts {name} in the place of PDConnector: leave it out, and set cpu_bytes_to_use in "
+            "kv_connector_extra_config"
+        )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -52,7 +52,7 @@ def _read(secret_file: str) -> bytes:
     try:
         # One descriptor: the file that is checked is the file that is read. A pipe without a writer must not block.
         descriptor = os.open(Path(secret_file).expanduser(), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except (OSError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: no such home directory
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError(f"secret_file = {secret_file!r} cannot be read: {reason}") from error
     try:

@@ -111,7 +111,7 @@ def with_second_way(engine: TransferEngine, *, is_read: bool, reads: bool = True
     """
     try:
         second = second_way(is_read=is_read, reads=reads)
-    except (CopierStartError, EngineStartError, MemoryError) as error:
+    except (CopierStartError, EngineStartError, MemoryError, OSError) as error:  # OSError: /proc does not tell
         logger.warning("PDConnector: peers on this host are read as others are, not over CUDA IPC: %s", error)
         return engine
     return TwoWayEngine(engine, second)

@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from deploy.healthcheck import complaint, question
+from deploy.healthcheck import complaint, question, words_of
 from tests.support.certificates import own_authority
 from tests.support.examples.fake_servers import answers, prefills
 from tests.support.examples.harness import FakeServers, ProxyProcess, unused_url
@@ -41,6 +41,11 @@ def servers() -> Iterator[FakeServers]:
 )
 def test_the_command_line_says_whom_to_ask(line: str, url: str) -> None:
     assert question(line.split()) == url
+
+
+def test_a_shells_one_argument_is_the_command_line_of_a_server() -> None:
+    line = "sh\0-c\0. /etc/env; exec vllm serve a --port 8100\0"
+    assert question(words_of(line)) == "http://127.0.0.1:8100/health"
 
 
 def words(line: str, url: str) -> list[str]:

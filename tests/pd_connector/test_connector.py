@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from vllm import envs
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -63,6 +64,17 @@ def test_vllm_finds_the_connector_under_the_name_that_routers_look_for() -> None
     assert KVConnectorFactory.get_connector_class(config) is NixlConnector is PDConnector
     config.kv_connector_module_path = None
     assert KVConnectorFactory.get_connector_class(config) is not PDConnector
+
+
+def test_vllms_own_offloading_connector_in_the_place_of_this_one_is_named() -> None:
+    """vLLM exchanges the name, and leaves the path of the module."""
+    config = transfer_config()
+    offloading = SimpleNamespace(kv_offloading_size=4.0, kv_offloading_backend="native")
+    engine: Any = SimpleNamespace(cache_config=offloading, kv_transfer_config=config)
+    VllmConfig._post_init_kv_transfer_config(engine)
+    with pytest.raises(Exception, match=config.kv_connector or "") as refused:
+        KVConnectorFactory.get_connector_class(config)
+    assert "--kv-offloading-size puts OffloadingConnector in the place of PDConnector" in str(refused.value.__cause__)
 
 
 def test_one_name_is_exported() -> None:

@@ -84,3 +84,8 @@ def test_what_is_no_secret_file_is_named(tmp_path: Path, make: Callable[[Path], 
 def test_a_name_that_no_file_can_have_is_refused() -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         load_keys("a\0b", {})
+
+
+def test_a_home_directory_that_nobody_has_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"secret_file = '~nobody-of-this-name/secret' cannot be read"):
+        load_keys("~nobody-of-this-name/secret", {})

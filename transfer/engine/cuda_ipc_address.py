@@ -96,6 +96,9 @@ def check_shares_host(here: ProcessPlace, exported: ExportedMemory) -> None:
     elif there.pid == here.pid and there.pid_namespace == here.pid_namespace:
         reason = "it is this process, which cannot map its own memory"
     elif there.pid == here.pid:
-        reason = f"both processes have pid {here.pid}, each in its own PID namespace, which the driver does not support"
+        reason = (
+            f"both processes have pid {here.pid}, each in its own PID namespace, which the driver does not support: "
+            "have them share one (docker run --pid host)"
+        )
     if reason:
         raise ReadFailed(f"cannot open a link to {exported.name}: {reason}", settled=True)

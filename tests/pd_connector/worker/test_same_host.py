@@ -3,12 +3,13 @@
 Real control channel, real leases, real bytes; the driver is a fake, and the first way the in-process engine.
 """
 
+import ctypes
 import logging
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import Mock, patch
 
 import numpy as np
@@ -34,6 +35,7 @@ from tests.support.connector.scripted_pulls import raising, scripted_session
 from tests.support.connector.shared_memory import Neighbours
 from tests.support.connector.staging import stage
 from tests.support.connector.vllm_engine import BLOCK_TOKENS, CACHES, LAYERS, a_config
+from tests.support.devices.fake_cuda import FakeCuda
 from tests.support.devices.shared_devices import SharedDevices
 from tests.support.engine.in_process import InProcessEngine, InProcessFabric, InProcessLink
 from tests.support.engine.ipc_engines import FakeIpcEngine
@@ -42,7 +44,7 @@ from transfer.control.messages import Place
 from transfer.copies.batch.base import CopierStartError
 from transfer.copies.batch.cuda import CudaRuntime
 from transfer.copies.reshape.reshape_kernel import KernelUnusable
-from transfer.engine import cuda_ipc
+from transfer.engine import cuda_ipc, cuda_ipc_address
 from transfer.engine.cuda_ipc import CudaIpcLink
 from transfer.engine.cuda_ipc_address import ExportedMemory, ProcessPlace
 from transfer.engine.interface import TransferEngine
@@ -351,6 +353,19 @@ def test_without_a_driver_there_is_one_way(caplog: pytest.LogCaptureFixture, mon
     assert with_second_way(engine, is_read=False) is engine
     (line,) = lines(caplog)
     assert line.endswith("not over CUDA IPC: no libcuda")
+    engine.close()
+
+
+def test_where_the_system_does_not_tell_the_process_there_is_one_way(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(CudaRuntime, "load", lambda: CudaRuntime(cast(ctypes.CDLL, FakeCuda())))
+    monkeypatch.setattr(same_host, "RunKernel", Mock(side_effect=KernelUnusable("no C compiler")))
+    monkeypatch.setattr(cuda_ipc_address, "_PID_NAMESPACE", Path("/no/such/namespace"))
+    engine = InProcessEngine(InProcessFabric())
+    assert with_second_way(engine, is_read=False) is engine
+    assert any("not over CUDA IPC" in line and "/no/such/namespace" in line for line in lines(caplog))
     engine.close()
 
 
