@@ -64,6 +64,7 @@ class Completions:
             await asked
         except HTTPException as fault:
             if not request.state.begun:
+                request.state.begun = True  # the other leg may have its answer in this very turn of the loop
                 told = {"message": fault.detail, "type": "ProxyError", "param": None, "code": fault.status_code}
                 by_p = fault.headers and Response(fault.detail, fault.status_code, fault.headers)
                 await (by_p or JSONResponse({"error": told}, fault.status_code))(request.scope, request.receive, send)
@@ -108,6 +109,8 @@ class Completions:
             pieces = d.aiter_raw()
             piece = await anext(pieces, b"")  # vLLM says 200 before it computes: passed on when there is a byte
             kind = d.headers.get("content-type", "application/json").encode()
+            if request.state.begun:
+                return
             request.state.begun = True
             await send({"type": "http.response.start", "status": d.status_code, "headers": [(b"content-type", kind)]})
             try:

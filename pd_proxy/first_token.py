@@ -22,7 +22,7 @@ from http import HTTPStatus
 
 from pd_proxy.apis import Api, Body
 from pd_proxy.error_answers import COMMENT, EVENT_END, LegFailed
-from pd_proxy.headers import event_stream
+from pd_proxy.headers import to_client
 from pd_proxy.http_client import Client
 from pd_proxy.moves import Written, event_of, is_greedy, may_move
 
@@ -67,16 +67,14 @@ class FirstToken:
         if not self._text:
             return
         self._client.record.first_token_at = time.monotonic()
-        await self._client.start(HTTPStatus.OK, event_stream(self._client.record.identity))
+        kind = (b"content-type", b"text/event-stream; charset=utf-8")  # as vLLM has it
+        await self._client.start(HTTPStatus.OK, to_client([kind], self._client.record.identity))
         await self._client.send_piece(events)
         self._sent.set()
 
     async def is_sent(self) -> bool:
         """Return whether the answer has begun with P's token, which the client then has been sent."""
-        if not self._text:
-            return False
-        await self._sent.wait()
-        return True
+        return bool(self._text) and await self._sent.wait()
 
     async def continued(self, url: str, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         """Yield D's stream without the text that the client has.

@@ -84,10 +84,5 @@ def with_length(headers: Iterable[tuple[bytes, bytes]], length: int) -> list[tup
     return [*kept, (b"content-length", b"%d" % length)]
 
 
-def event_stream(identity: str) -> list[tuple[bytes, bytes]]:
-    """Return the headers of a stream that the proxy begins itself, as vLLM has them."""
-    return [(b"content-type", b"text/event-stream; charset=utf-8"), (REQUEST_ID.encode(), identity.encode())]
-
-
 def _named_by_connection(values: Iterable[str]) -> set[str]:
     return {name.strip().lower() for value in values for name in value.split(",")}

@@ -60,7 +60,7 @@ class Client:
             self.complete |= self._missing == 0
         if self._sends_events:
             seen = self._last + piece
-            self._last = seen[-len(EVENT_END) :]
+            self._last = seen[-32:]  # an error may begin there, and go on in the next piece
             if _ERROR.search(seen) and not self.record.problem:
                 self.record.broken_off = True
                 self.record.problem = f"decode server {self.record.decode_url} ended its stream with an error"
@@ -85,7 +85,7 @@ class Client:
         """
         if self.started:
             self.record.broken_off = True
-            if self._sends_events and self._last == EVENT_END:
+            if self._sends_events and self._last.endswith(EVENT_END):
                 await self.send_piece(error_event(status, message, self._errors))
             return  # the ASGI server closes a connection whose answer was left unfinished
         response = error_response(status, message, self._errors)

@@ -6,11 +6,14 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from http import HTTPStatus
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from pd_proxy.detour import Choice
 from pd_proxy.settings import Legs
 from pd_proxy.spans import Trace
+
+if TYPE_CHECKING:
+    from pd_proxy.recent import Recent
 
 logger = logging.getLogger(__name__)
 
@@ -119,20 +122,10 @@ class Record:
         return " ".join(parts)
 
 
-class Follower(Protocol):
-    """Who wants to see every record."""
-
-    def begin(self, record: Record) -> None:
-        """A request has come in."""
-
-    def end(self, record: Record) -> None:
-        """It is over."""
-
-
 class Journal:
     """Writes access lines and counts. One per proxy."""
 
-    def __init__(self, follower: Follower | None = None) -> None:
+    def __init__(self, follower: "Recent | None" = None) -> None:
         self._follower = follower
         self._open = 0
         self._none_open = asyncio.Event()

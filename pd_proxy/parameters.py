@@ -25,7 +25,7 @@ The prefill leg computes the KV cache of the prompt, samples one token and throw
 | top_p, top_k, min_p, seed, penalties, logit_bias, allowed_token_ids, bad_words, length_penalty, watermarking | removed | they shape a token that nobody reads |
 | structured_outputs; response_format (completions) | removed | no grammar needs to be compiled for it; they never reach the prompt |
 | thinking_token_budget, trace_decode_token_ids | removed | they shape output only |
-| logprobs, top_logprobs, logprob_token_ids, return_*, routed_experts_prompt_start, stream_interval, echo, skip_special_tokens, spaces_between_special_tokens | removed | they shape the answer only |
+| logprobs, top_logprobs, logprob_token_ids, return_*, routed_experts_prompt_start, stream_interval, output_mode, echo, skip_special_tokens, spaces_between_special_tokens | removed | they shape the answer only; P may lack the tokenizer (``--tokens-only``) or the release that an output_mode needs |
 | kv_transfer_params | asks for the transfer | a client's own is dropped on both legs: it could make D read from a host of the client's choice. So is one in vllm_xargs, which vLLM (0.23 to 0.33) copies to where it looks for them, and one in sampling_params.extra_args of /inference/v1/generate; there is no other way by which it takes them. Forms with `vllm_xargs` are refused |
 
 The table is of completions and chat completions; ``apis`` has what other APIs call by other names.
@@ -68,7 +68,7 @@ _REMOVED = frozenset({
     # the shape of the answer
     "echo", "logprobs", "top_logprobs", "logprob_token_ids", "return_token_ids", "return_tokens_as_token_ids",
     "return_token_offsets", "return_prompt_text", "routed_experts_prompt_start", "skip_special_tokens",
-    "spaces_between_special_tokens", "stream_interval",
+    "spaces_between_special_tokens", "stream_interval", "output_mode",
 })  # fmt: skip
 #: Which, if a request has none, a server takes from its model: what is harmless there need not be its default.
 _DEFAULTED = frozenset({"presence_penalty", "frequency_penalty", "repetition_penalty", "skip_special_tokens"})

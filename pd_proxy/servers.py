@@ -157,10 +157,11 @@ class Servers:
     async def shares_prompts(self, headers: HeaderList) -> bool:
         """Return whether requests find a prompt that another has computed, by what one server's metrics say, if any."""
         if time.monotonic() > self._shares_until:
-            self._shares_until = time.monotonic() + _ROOM_S
+            self._shares_until = time.monotonic() + _ROOM_AGAIN_S
             with suppress(LegFailed, TimeoutError):
                 async with asyncio.timeout(_ROOM_WAIT_S), await self.request("GET", "/metrics", headers) as answer:
                     self._shares = not _NO_PREFIX_CACHE.search(await answer.read())
+                    self._shares_until = time.monotonic() + _ROOM_S
         return self._shares
 
     async def request(

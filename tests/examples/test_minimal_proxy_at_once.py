@@ -5,6 +5,7 @@ Covers: examples.minimal_proxy
 
 import asyncio
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -91,6 +92,14 @@ def test_a_d_that_fails_ends_ps_leg(bed: Bed) -> None:
     bed.p.script, bed.d.script = stalls, FULL
     assert bed.proxy.complete().status_code == 429
     assert bed.p.wait().left.wait(30)
+
+
+def test_what_both_refuse_at_once_is_told_once(bed: Bed) -> None:
+    """Some answers are there in the same turn of the loop."""
+    bed.p.script = bed.d.script = FULL
+    with ThreadPoolExecutor(8) as clients:
+        answers = [clients.submit(bed.proxy.complete) for _ in range(400)]
+        assert {answer.result().status_code for answer in answers} == {429}
 
 
 def test_a_p_that_fails_late_breaks_no_answer(bed: Bed) -> None:

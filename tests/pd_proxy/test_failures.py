@@ -353,7 +353,9 @@ def test_a_stream_that_breaks_off_tells_why_where_an_event_may_stand(
 
 
 @pytest.mark.parametrize("path", TOLD)
-@pytest.mark.parametrize("cut", [0, 1, 9, 10], ids=["one piece", "cut", "before the event's end", "behind it"])
+@pytest.mark.parametrize(
+    "cut", [0, 1, 9, 10, 16], ids=["one piece", "cut", "before the event's end", "behind it", "in the next one's name"]
+)
 def test_a_stream_that_ends_with_an_error_of_d_has_failed(
     proxy: Proxy, d: FakeServer, access_lines: Callable[[int], list[str]], path: str, cut: int
 ) -> None:
@@ -362,7 +364,7 @@ def test_a_stream_that_ends_with_an_error_of_d_has_failed(
 
     async def dies(_: Received, wire: Wire) -> None:
         await wire.head()
-        for piece in filter(None, (event, event[:cut], event[cut:] + error + done)):
+        for piece in filter(None, (event, (event + error)[:cut], (event + error)[cut:] + done)):
             await wire.chunk(piece)
             await asyncio.sleep(0.05)  # a piece of its own
         await wire.end()

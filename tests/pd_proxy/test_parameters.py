@@ -66,6 +66,7 @@ BREAKS_OR_CHANGES_ONE_TOKEN: dict[str, Any] = {
     "skip_special_tokens": False,
     "spaces_between_special_tokens": False,
     "stream_interval": 8,
+    "output_mode": "text",
 }
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+import pd_proxy.servers
 from tests.support.examples.fake_servers import NAMED_TRANSFER, TRANSFER, FakeServer, Received, Wire, answers, opened
 from tests.support.examples.served_proxy import Proxy, ProxySetup
 from tests.support.waiting import until
@@ -47,13 +48,27 @@ def test_choices_share_one_prompt(proxy: Proxy, p: FakeServer, d: FakeServer, pa
     assert d.bodies[0]["kv_transfer_params"] == TRANSFER
 
 
-def test_choices_that_vllm_cannot_share_are_ds_alone(proxy: Proxy, p: FakeServer, d: FakeServer) -> None:
+def metrics_without_prefix_cache() -> bytes:
     from vllm.config import CacheConfig  # noqa: PLC0415  seconds
 
-    proxy.complete()
     config = CacheConfig(block_size=16, enable_prefix_caching=False).metrics_info()  # as vLLM tells it
     labels = ",".join(f'{name}="{value}"' for name, value in sorted(config.items()))
-    d.metrics = f"# TYPE vllm:cache_config_info gauge\nvllm:cache_config_info{{{labels}}} 1.0\n".encode()
+    return f"# TYPE vllm:cache_config_info gauge\nvllm:cache_config_info{{{labels}}} 1.0\n".encode()
+
+
+def test_who_is_told_no_metrics_does_not_decide_for_others(
+    proxy: Proxy, p: FakeServer, d: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pd_proxy.servers, "_ROOM_AGAIN_S", 0.0)
+    for metrics in (None, metrics_without_prefix_cache()):
+        d.metrics = metrics
+        assert proxy.complete(n=4).status_code == 200
+    assert len(p.received) == 1
+
+
+def test_choices_that_vllm_cannot_share_are_ds_alone(proxy: Proxy, p: FakeServer, d: FakeServer) -> None:
+    proxy.complete()
+    d.metrics = metrics_without_prefix_cache()
     assert proxy.complete(n=4).status_code == 200
     assert proxy.complete(n=1).status_code == 200
     assert (len(p.received), len(d.received)) == (2, 3)

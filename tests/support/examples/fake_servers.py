@@ -126,7 +126,7 @@ class FakeServer:
         self.script = script
         self._legs = legs
         self.received: list[Received] = []  # but for what asks for metrics
-        self.metrics = b""
+        self.metrics: bytes | None = b""  # None: whoever asks for them is cut off
         self.url = ""
         self._arrival = threading.Condition()
         self._server: asyncio.Server | None = None
@@ -197,7 +197,7 @@ class FakeServer:
 
     async def _serve(self, received: Received, wire: Wire) -> None:
         if received.path == "/metrics":
-            await wire.whole(200, self.metrics)
+            await wire.whole(200, self.metrics) if self.metrics is not None else wire.drop()
             return
         await self._legs.precede(received)
         await self.script(received, wire)
