@@ -10,7 +10,7 @@ otherwise. This module reads no tensor and no memory.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import gcd, lcm
 
 from layout.context_parallel import WHOLE, TokenSplit
@@ -182,3 +182,8 @@ class ModelIdentity:
     cache_dtype: str
     numbers: tuple[LayerNumbers, ...] = ()  # read off the loaded model; of the worker's own layers on a worker
     draft_digest: str = ""  # of the weights that draft, if they have files of their own. The draft may be another one
+
+    def with_other_weights(self) -> "ModelIdentity":
+        """Return what is known of the model when its weights are no longer those of files: scales come with weights."""
+        kept = tuple(each for each in self.numbers if not each.name.endswith("_scale"))
+        return replace(self, weights_digest="", numbers=kept)

@@ -38,16 +38,19 @@ class _Tensor:
     size: int  # bytes
 
 
-def model_directory(name: str, revision: str | None = None) -> Path | None:
-    """Return the directory of a model's or adapter's files: a path, or the local cache of what a hub id names."""
-    path = Path(name)
+def model_directory(name: str, revision: str | None = None, cache: str | None = None) -> Path | None:
+    """Return the directory of a model's or adapter's files: a path, or the local cache of what a hub id names.
+
+    ``cache``: where that is, if not where the hub's library has it.
+    """
+    path = Path(name).expanduser()
     if path.is_dir():
         return path
     from huggingface_hub import snapshot_download  # noqa: PLC0415  only for models from a hub
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
 
     try:
-        return Path(snapshot_download(name, revision=revision, local_files_only=True))
+        return Path(snapshot_download(name, revision=revision, cache_dir=cache, local_files_only=True))
     except (HFValidationError, LocalEntryNotFoundError, OSError):
         return None
 
@@ -64,7 +67,7 @@ def weight_files(directory: Path, load_format: str = "auto") -> tuple[Path, ...]
     files = files or sorted(directory.glob("*.safetensors"))
     if not (files and index.is_file()):
         return tuple(files)
-    named = set(json.loads(index.read_text()).get("weight_map", {}).values())
+    named = set(json.loads(index.read_bytes()).get("weight_map", {}).values())
     return tuple(file for file in files if file.name in named) or tuple(files)
 
 

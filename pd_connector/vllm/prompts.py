@@ -9,7 +9,7 @@ import json
 import os
 from typing import TYPE_CHECKING, Any
 
-from pd_connector.params import PromptIdentity, RemotePrefill, prompt_digest
+from pd_connector.params import PromptIdentity, prompt_digest
 from pd_connector.tensor_files import model_directory, tensors_digest, weight_files
 from pd_connector.vllm.requests import answer_with, leave_last_token
 
@@ -83,17 +83,6 @@ class Prompts:
         """Forget a request that has ended."""
         self._whole.pop(request_id, None)
 
-    def are_equal(self, request: "Request", remote: RemotePrefill) -> bool:
-        """Return whether a prompt that ``check_prompt`` has not refused is known to be the prefilled one.
-
-        Images and the like are not compared where the two engines name them differently, and only a part of embeddings
-        is.
-        """
-        if getattr(request, "prompt_embeds", None) is not None:
-            return False
-        media = self._media_digest(request)
-        return media == remote.media_digest if media else not getattr(request, "mm_features", None)
-
     def loaded(self, adapter: "LoRARequest") -> bool:
         """Note that vLLM has loaded an adapter right now; return whether in the place of another of its name.
 
@@ -152,7 +141,7 @@ def _adapter_digest(path: str) -> str:
     if directory is None or not tensors:
         return ""
     file = directory / "adapter_config.json"
-    config = json.loads(file.read_text()) if file.is_file() else {}
+    config = json.loads(file.read_bytes()) if file.is_file() else {}
     return _digest([tensors, {key: config.get(key) for key in _ADAPTER_KEYS}])
 
 

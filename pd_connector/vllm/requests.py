@@ -44,6 +44,15 @@ def computes_whole_prompt(request: "Request") -> bool:
     return bool(request.skip_reading_prefix_cache) or any(each is not None for each in asked)
 
 
+def is_told_by_tokens(request: "Request") -> bool:
+    """Return whether a prompt whose tokens are equal on two engines is the same there.
+
+    Not with embeddings, nor with images and the like: a client may give two of them one name (``uuid``), and each
+    engine has in its cache what came first.
+    """
+    return getattr(request, "prompt_embeds", None) is None and not getattr(request, "mm_features", None)
+
+
 def is_session(request: "Request") -> bool:
     """Return whether a client may go on with a request's prompt behind its answer (streaming input)."""
     return bool(request.resumable)

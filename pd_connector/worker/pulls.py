@@ -185,8 +185,7 @@ class Pulls(WorkerRole):
 
     def _forget_peers(self) -> None:
         """Compare every prefill engine anew, before the next pull from it. This engine's weights are not known."""
-        model = replace(self._context.model, weights_digest="")
-        self._context = replace(self._context, model=model)
+        self._context = replace(self._context, model=self._context.model.with_other_weights())
         self._retired += self._sessions.values()
         self._sessions.clear()
 

@@ -238,7 +238,7 @@ class ConnectorWorker:
         self._failures.expect(orders.destinations)
         self.steps.begin(orders.steps)
         if orders.model_changes and self._model is not None:
-            self._model = replace(self._model, weights_digest="")  # they are not those of the files any more
+            self._model = self._model.with_other_weights()  # they are not those of the files any more
         if orders.asked_handshakes and self._engine is not None and self._handshake is not None:
             self._announce(self._handshake)
         for role in self._roles:

@@ -63,6 +63,9 @@ _MAX_VERDICTS = 65_536
 #: Failures of a canary's pull that say something of the prefill engine, and not of the request alone.
 _OF_THE_ENGINE = frozenset({Cause.UNREACHABLE, Cause.DENIED, Cause.REFUSED, Cause.INCOMPATIBLE})
 
+#: Those that may take long, and come again with the next request: nobody is to wait for one such canary after another.
+_SLOW = frozenset({Cause.READ, Cause.TIMEOUT, Cause.UNCONFIRMED, Cause.INTERNAL})
+
 
 @dataclass(frozen=True, slots=True)
 class _Key:
@@ -139,6 +142,8 @@ class Canaries(SchedulerRole):
         self._free: list[int] = []  # areas of the scratch memory
         #: Whether it is proven for all prompts, or only for those that end before a border of states.
         self._verdicts: LastFew[_Key, Refused | bool] = LastFew(_MAX_VERDICTS)
+        #: Until when no canary is begun: nobody waits meanwhile, and prompts are computed here.
+        self._rests: LastFew[_Key, float] = LastFew(_MAX_VERDICTS)
         self._under_way: dict[str, _Canary] = {}  # by request
         #: By request that waits for a verdict: since when nothing was computed of its canary, and of how many tokens.
         self._waits: dict[str, tuple[float, int]] = {}
@@ -170,15 +175,16 @@ class Canaries(SchedulerRole):
         if standing is not Standing.AWAITED:
             self._waits.pop(request.request_id, None)
             return standing
-        proving = next((each.request for each in self._under_way.values() if each.key == key), None)
-        computed = proving.num_computed_tokens if proving is not None else 0
+        proving = next((each for each in self._under_way.values() if each.key == key), None)
+        # Behind its prompt, a request goes on whatever becomes of its pull.
+        computed = min(proving.request.num_computed_tokens, proving.tokens.stop) if proving is not None else 0
         since, known = self._waits.get(request.request_id, (now, computed))
         since = since if known == computed else now  # a long prompt takes long
         self._waits[request.request_id] = since, computed
         if now - since < _PATIENCE_S:
             return standing
         del self._waits[request.request_id]
-        name = proving.request_id if proving is not None else "of before"
+        name = proving.request.request_id if proving is not None else "of before"
         return Refused(
             Cause.CANARY,
             f"{key} is not proven yet: request {name} is computed here and pulled from there as well, and for "
@@ -224,7 +230,7 @@ class Canaries(SchedulerRole):
         key, tokens = _key(request, remote), self._tokens(request, remote, computed_tokens)
         assert self._standing(request, remote, self._clock()) is Standing.UNTRIED, "the engine is tried"
         last = self._last_border(request, remote)
-        if tokens is None or 0 < last <= computed_tokens or not self._free:
+        if tokens is None or 0 < last <= computed_tokens or not self._free or self._clock() < self._rests.get(key, 0.0):
             return False
         is_whole = last > 0 or not any(kept.earlier_states for kept in self._groups)
         if held_states is not None and last not in held_states and last != tokens.stop:
@@ -325,6 +331,7 @@ class Canaries(SchedulerRole):
         """Forget all verdicts: this engine computes something else from now on, for example with new weights."""
         self.release_device_blocks()
         self._verdicts.clear()
+        self._rests.clear()
         return True
 
     def update_stats(self, stats: StatsRecorder) -> None:
@@ -449,6 +456,8 @@ class Canaries(SchedulerRole):
             if ends.cause in _OF_THE_ENGINE:
                 until = math.inf if ends.cause is Cause.INCOMPATIBLE else self._clock() + _RETRY_S
                 self._verdicts[canary.key] = Refused(ends.cause, ends.failure, until)
+            elif ends.cause in _SLOW:
+                self._rests[canary.key] = self._clock() + _RETRY_S
         elif canary.has_left:
             self.counts["canaries", "left"] += 1
         elif not ends.samples:

@@ -67,7 +67,8 @@ class ComputedPrompts:
                 self._warnings.warn(
                     "unproven",
                     f"PDConnector: request {request.request_id} is computed here: its prefill engine is not proven "
-                    "yet, and what is computed of the prompt is too short to do it, or there is no room for that",
+                    "yet, and what is computed of the prompt is too short to do it, there is no room for that, or "
+                    "another one has just failed to",
                 )
                 return ComputedHere.UNPROVEN
         return ComputedHere.DECLINED

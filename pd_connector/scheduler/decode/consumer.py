@@ -76,6 +76,7 @@ from pd_connector.vllm.requests import (
     ends_with_media,
     is_later_choice,
     is_placeholder,
+    is_told_by_tokens,
     traceparent,
 )
 
@@ -416,7 +417,7 @@ class Consumer(SchedulerRole):
             return False
         if self._needed.lacking(remote, computed_tokens):
             return False
-        is_same, held = self._prompts.are_equal(request, remote), self._needed.held_states(remote)
+        is_same, held = is_told_by_tokens(request), self._needed.held_states(remote)
         if not self._canaries.begin(request, remote, computed_tokens, is_same_prompt=is_same, held_states=held):
             return False
         self._legs.put(request.request_id, Proving(remote))

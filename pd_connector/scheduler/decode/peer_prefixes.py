@@ -38,7 +38,7 @@ from pd_connector.scheduler.scheduler_role import SchedulerRole, ended
 from pd_connector.vllm.block_hashes import BlockHashes
 from pd_connector.vllm.cache_specs import Retention, blocks_for
 from pd_connector.vllm.device_blocks import DeviceBlocks, HeldBlocks
-from pd_connector.vllm.requests import computes_whole_prompt
+from pd_connector.vllm.requests import computes_whole_prompt, is_told_by_tokens
 from transfer.control.client import ControlClient
 from transfer.control.limits import MAX_HASHES, LastFew, ThrottledWarnings
 from transfer.control.messages import Cancel, Find, Found
@@ -194,7 +194,7 @@ class PeerPrefixes(SchedulerRole):
         if remote is None:
             return 0
         is_canary = self._canaries.look(request, remote) is Standing.UNTRIED and self._canaries.begin(
-            request, remote, computed, is_same_prompt=True, is_decode_leg=False
+            request, remote, computed, is_same_prompt=is_told_by_tokens(request), is_decode_leg=False
         )
         if not is_canary:
             self._renewals.cancel(remote)
@@ -263,7 +263,8 @@ class PeerPrefixes(SchedulerRole):
         own_tokens = self._blocks.hash_tokens
         number = computed_tokens // own_tokens
         is_little = missing < self._rate.least_tokens or number >= request.num_prompt_tokens // own_tokens
-        if is_little or is_decode_leg(params) or computes_whole_prompt(request):
+        # Adapters of one name and path may differ between engines, and a canary tells only much of that.
+        if is_little or request.lora_request or is_decode_leg(params) or computes_whole_prompt(request):
             return False
         peers = self._peers_for(request)
         in_host = self._held_in_host(request, computed_tokens) if peers else 0

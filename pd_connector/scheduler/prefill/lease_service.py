@@ -5,7 +5,7 @@ Leases, ids and answers only: no threads, no sockets, no blocks. ``Producer`` pu
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic
 
 from layout.geometry import CacheGroup, ModelIdentity, WorkerGeometry, layers_by_group
@@ -132,7 +132,7 @@ class LeaseService(Generic[Held]):
             self._begin_anew("the prefill engine has registered its caches anew")
         self._model = model or self._model
         if self._model_has_changed:  # which workers that were asleep have not heard yet
-            self._model = replace(self._model, weights_digest="")
+            self._model = self._model.with_other_weights()
         self._workers, self._host_workers = workers, host
         self._groups = workers[0].groups if workers else ()
         has_one_for_all = len(self._groups) == 1 and not (self._groups[0].window or self._groups[0].chunk)
@@ -143,7 +143,7 @@ class LeaseService(Generic[Held]):
     def model_changed(self) -> None:
         """Become another engine, whose weights are not known: what leases hold, another model has computed."""
         self._begin_anew("the prefill engine's model has changed")
-        self._model = replace(self._model, weights_digest="")
+        self._model = self._model.with_other_weights()
         self._model_has_changed = True
 
     def begin(self, request: "VllmRequest", transfer_id: str) -> bool:

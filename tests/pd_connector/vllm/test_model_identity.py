@@ -193,3 +193,28 @@ def test_of_a_model_that_lies_there_twice_the_files_are_read_that_vllm_loads(tmp
     config = a_config(both)
     config.load_config.load_format = "safetensors"
     assert model_identity(config, "weights").weights_digest not in ("", identity(own).weights_digest)
+
+
+def test_a_model_from_a_hub_is_read_where_it_was_downloaded_to(
+    directory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By --download-dir. Nothing of it is where the hub's library looks, or only the configuration."""
+    held = tmp_path / "downloads" / "models--nobody--model-of-these-tests"
+    (held / "refs").mkdir(parents=True)
+    (held / "refs" / "main").write_text("0" * 40)
+    shutil.copytree(directory, held / "snapshots" / ("0" * 40))
+    config = a_config(directory)
+    config.model_config.hf_config_path = str(directory)
+    config.model_config.model, config.load_config.download_dir = "nobody/model-of-these-tests", str(held.parent)
+    assert model_identity(config, "weights").weights_digest == identity(directory).weights_digest
+    assert not caplog.text
+    config.load_config.download_dir = None
+    assert model_identity(config, "weights").weights_digest == ""
+    assert "the weights of nobody/model-of-these-tests are not compared" in caplog.text
+
+
+def test_scales_are_those_of_weights(directory: Path) -> None:
+    """An engine may be told to load others, and then restart with them."""
+    scale, other = LayerNumbers("k_scale", ("l",), (0.5,)), LayerNumbers("softmax scale", ("l",), (0.125,))
+    changed = replace(identity(directory), numbers=(scale, other)).with_other_weights()
+    assert (changed.weights_digest, changed.numbers) == ("", (other,))

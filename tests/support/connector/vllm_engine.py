@@ -59,7 +59,7 @@ def a_config(model: Path, role: str = "kv_both", policy: str = "fail", **extra: 
         ),
         cache_config=SimpleNamespace(cache_dtype="auto"),
         compilation_config=SimpleNamespace(static_forward_context={}),
-        load_config=SimpleNamespace(load_format="auto"),
+        load_config=SimpleNamespace(load_format="auto", download_dir=None),
         observability_config=SimpleNamespace(otlp_traces_endpoint=None),
         shutdown_timeout=60,
         speculative_config=None,

@@ -442,6 +442,19 @@ def test_decode_legs_and_prompts_that_must_be_computed_are_not_asked_for(world: 
     assert not finder.counts
 
 
+def test_prompts_for_adapters_are_not_asked_for(world: World) -> None:
+    """Engines may have different ones of one name, and their blocks have the same hashes."""
+    holder = a_holder(world)
+    finder = asker(world, holder, role="kv_both")
+    hold(world, holder, FIRST)
+    with_adapter: Any = SimpleNamespace(
+        request_id="r", num_prompt_tokens=len(FIRST), lora_request=SimpleNamespace(), kv_transfer_params=None
+    )
+    prefixes = finder.role_of(PeerPrefixes)
+    assert not prefixes.must_wait(with_adapter, 0)
+    assert not finder.counts
+
+
 class ScriptedCanaries(Canaries):
     """Says of every engine what the test says, and remembers what is to prove it."""
 
