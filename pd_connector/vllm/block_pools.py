@@ -313,8 +313,7 @@ class HostBlockPool:
             blocks = self._pulled_states(request, group, first, blocks)
         held, find = list[Any](), self._found.get
         told: list[BlockOfRun] = []
-        for index, block in enumerate(blocks):
-            key = block.block_hash
+        for index, (block, key) in enumerate(zip(blocks, self._keys(blocks), strict=True)):
             host = None if key is None else find(key)
             if host is not None:
                 held.append(host)

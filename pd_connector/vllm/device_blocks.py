@@ -70,16 +70,20 @@ class DeviceBlocks:
             return is_reset
 
         kv_cache_manager.reset_prefix_cache = prepared_reset
-        free = kv_cache_manager.free
 
-        def free_and_forget_the_rest(request: "Request") -> None:
-            # vLLM names blocks when it schedules the step that fills them. By priority, it may preempt a request of
-            # that very step, so that nothing fills them: they could be found all the same.
-            if request.status.name == "RUNNING":
-                self._forget_behind(request.request_id, request.num_computed_tokens)
-            free(request)
+        def forgets_the_rest(end: Callable[["Request"], Any]) -> Callable[["Request"], Any]:
+            def forget_the_rest_and_end(request: "Request") -> Any:
+                # vLLM names blocks when it schedules the step that fills them. By priority, it may preempt a request of
+                # that very step, so that nothing fills them: they could be found all the same.
+                if request.status.name == "RUNNING":
+                    self._forget_behind(request.request_id, request.num_computed_tokens)
+                return end(request)
 
-        kv_cache_manager.free = free_and_forget_the_rest
+            return forget_the_rest_and_end
+
+        kv_cache_manager.free = forgets_the_rest(kv_cache_manager.free)
+        if (pop := getattr(kv_cache_manager, "pop_blocks_for_free", None)) is not None:  # of frees that wait for steps
+            kv_cache_manager.pop_blocks_for_free = forgets_the_rest(pop)
         look_up = kv_cache_manager.get_computed_blocks
 
         def look_up_unless_it_waits(request: "Request", *limit: Any) -> Any:  # from 0.33 on, of the tokens to be found

@@ -4,7 +4,7 @@ vLLM's names are imported where they are used, because other releases may not ha
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -93,8 +93,10 @@ class VllmRelease:
         """Return a coordinator over ``slots`` host blocks for the cache groups of ``device``."""
         from vllm.v1.core.kv_cache_coordinator import get_kv_cache_coordinator  # noqa: PLC0415
 
+        config = copy(device.kv_cache_config)  # with the role of the engine, which vllm-ascend has added
+        config.num_blocks = slots + 1  # block 0 is vLLM's null block
         return get_kv_cache_coordinator(
-            kv_cache_config=replace(device.kv_cache_config, num_blocks=slots + 1),  # block 0 is vLLM's null block
+            kv_cache_config=config,
             max_model_len=device.max_model_len,
             max_in_flight_tokens=vllm_config.max_in_flight_tokens,
             use_eagle=device.use_eagle,

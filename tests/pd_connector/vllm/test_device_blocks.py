@@ -64,7 +64,8 @@ def test_blocks_that_requests_share_are_counted_once_and_until_the_last_has_gone
     assert holder.free == holder.total
 
 
-def test_what_a_step_does_not_compute_after_all_is_not_found() -> None:
+@pytest.mark.parametrize("end", ["free", *(["pop_blocks_for_free"] if INSTALLED >= (0, 30) else [])])
+def test_what_a_step_does_not_compute_after_all_is_not_found(end: str) -> None:
     """The request is preempted in the step that was to compute it: vLLM does so by priority."""
     setup = Setup(device_blocks=33)
     manager, holder = make_manager(setup), DeviceBlocks()
@@ -74,7 +75,7 @@ def test_what_a_step_does_not_compute_after_all_is_not_found() -> None:
     assert manager.allocate_slots(request, 8)
     request.num_computed_tokens = 8
     assert manager.allocate_slots(request, 16)
-    manager.free(request)
+    getattr(manager, end)(request)
     assert manager.get_computed_blocks(make_request(setup, "s", said(24)))[1] == 8
 
 

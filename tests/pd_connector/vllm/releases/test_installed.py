@@ -133,6 +133,13 @@ def test_host_blocks_are_vllms_own_for_the_same_groups(installed: VllmRelease) -
     assert installed.cacheable_groups(device) == (0, 1)
 
 
+@since((0, 30), "a device whose role vllm-ascend adds")
+def test_host_blocks_know_what_a_backend_has_told_the_devices(installed: VllmRelease) -> None:
+    device = make_manager(SETUP)
+    vars(device.kv_cache_config)["role"] = "D"
+    assert vars(installed.host_coordinator(CONFIG, device, slots=7).kv_cache_config)["role"] == "D"
+
+
 @pytest.mark.parametrize("events", [True, False])
 def test_host_blocks_tell_events_where_the_devices_do_and_name_their_medium(
     installed: VllmRelease, events: bool
