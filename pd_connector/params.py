@@ -24,6 +24,9 @@ BlockIds = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, lt=2**31)], ...], m
 LayerName = Annotated[str, msgspec.Meta(min_length=1, max_length=256, pattern=r"^[\x21-\x7e]+\Z")]
 Layers = Annotated[tuple[LayerName, ...], msgspec.Meta(max_length=4096)]
 
+#: Cache groups of an engine. vLLM makes them as small as the rarest kind of layer: one of its kind, each its own.
+MAX_GROUPS = 512
+
 
 class ParamsError(ValueError):
     """The ``kv_transfer_params`` of a request are incomplete, invalid, or those of another request."""
@@ -47,18 +50,18 @@ class RemotePrefill(msgspec.Struct, frozen=True):
     remote_host: Host
     remote_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     # By cache group, an id for each block; 0 marks a block that is not held.
-    remote_block_ids: Annotated[tuple[BlockIds, ...], msgspec.Meta(max_length=64)]
+    remote_block_ids: Annotated[tuple[BlockIds, ...], msgspec.Meta(max_length=MAX_GROUPS)]
     remote_num_tokens: Annotated[int, msgspec.Meta(ge=1)]  # prompt tokens whose KV the blocks hold
     lease_id: Name
     lease_ttl_s: Annotated[float, msgspec.Meta(ge=0.1, le=86400)]
     prompt_digest: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{0,64}\Z")]  # see ``prompt_digest``; empty if unknown
     # Block size of each cache group, in tokens; empty if the same as on the decode engine.
     remote_block_sizes: Annotated[
-        tuple[Annotated[int, msgspec.Meta(ge=1, lt=2**31)], ...], msgspec.Meta(max_length=64)
+        tuple[Annotated[int, msgspec.Meta(ge=1, lt=2**31)], ...], msgspec.Meta(max_length=MAX_GROUPS)
     ] = ()
     # Names of each cache group's layers, which engines may group in other ways; empty if one group holds all and keeps
     # every token.
-    remote_layers: Annotated[tuple[Layers, ...], msgspec.Meta(max_length=64)] = ()
+    remote_layers: Annotated[tuple[Layers, ...], msgspec.Meta(max_length=MAX_GROUPS)] = ()
     remote_attempt: Annotated[int, msgspec.Meta(ge=0)] = 0  # how many times the prompt was started over
     #: What the LoRA adapter holds, under whose name the prompt was computed; empty if it has none, or that is unknown.
     adapter_digest: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{0,64}\Z")] = ""

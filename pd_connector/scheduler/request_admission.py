@@ -116,6 +116,10 @@ class RequestAdmission(SchedulerRole):
                 self._held_since[request.request_id] = self._clock()
         return waits
 
+    def is_waiting(self, request: "Request") -> bool:
+        """Return whether a prompt waits behind one that this step has held back: leases would exceed their share."""
+        return self._holds_prefills and _is_for_others(request) and request.request_id in self._held_since
+
     def allocated(self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int) -> int:
         """Note that a request was given blocks. Returns 0: this role brings no tokens."""
         self._stalled_since = None

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from transfer.control.limits import MAX_HASHES
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_utils import BlockHash
@@ -34,18 +36,20 @@ class BlockHashes:
         return f"{algorithm}:{hash_block_tokens(self._function, None, _PROBE, None).hex()[:32]}"
 
     def of_prompt(self, request: "Request", hash_tokens: int, own_tokens: int) -> "Sequence[BlockHash]":
-        """Return the hashes of a prompt's full blocks of ``hash_tokens`` tokens.
+        """Return the hashes of a prompt's full blocks of ``hash_tokens`` tokens, no more than may be asked for.
 
         ``own_tokens``: of which vLLM has made hashes here, which need not be made again.
         """
-        full = request.num_prompt_tokens // hash_tokens
+        full = min(request.num_prompt_tokens // hash_tokens, MAX_HASHES)
         if hash_tokens == own_tokens:
             made: Sequence[BlockHash] = request.block_hashes[:full]
             return made
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher  # noqa: PLC0415  as above
 
-        hashes: Sequence[BlockHash] = get_request_block_hasher(hash_tokens, self._function)(_Unhashed(request))
-        return hashes[:full]
+        hashes: Sequence[BlockHash] = get_request_block_hasher(hash_tokens, self._function)(
+            _Unhashed(request, full * hash_tokens)
+        )
+        return hashes
 
     @cached_property
     def _function(self) -> Any:
@@ -55,10 +59,10 @@ class BlockHashes:
 
 
 class _Unhashed:
-    """A request as vLLM's hasher sees it before it has hashed any of its blocks."""
+    """A request as vLLM's hasher sees it before it has hashed any of its blocks, as if no more tokens followed."""
 
-    def __init__(self, request: "Request") -> None:
-        self._request = request
+    def __init__(self, request: "Request", num_tokens: int) -> None:
+        self._request, self.num_tokens = request, num_tokens
         self.block_hashes: list[Any] = []
 
     def __getattr__(self, name: str) -> Any:

@@ -160,7 +160,10 @@ class Consumer(SchedulerRole):
         return False
 
     def is_waiting(self, request: "Request") -> bool:
-        """Return whether a prefill engine has yet to begin with a request's prompt."""
+        """Return whether a prefill engine has yet to begin with a prompt, or another request uses what it needs."""
+        match self._legs.get(request.request_id):
+            case Waiting(Follower(key)):
+                return self._used.is_in_use(key)
         return self.look_ups.awaits_prefill(request)
 
     def missing_tokens(self, request: "Request", computed_tokens: int) -> int:
@@ -413,9 +416,7 @@ class Consumer(SchedulerRole):
     def _is_canary(self, request: "Request", leg: Announced | Waiting) -> bool:
         """Return whether a request that is computed here proves its prefill engine; begin that."""
         remote, computed_tokens = lease(leg), leg.computed_tokens
-        if remote is None or not self._is_untried(request, remote):
-            return False
-        if self._needed.lacking(remote, computed_tokens):
+        if remote is None or not self._is_untried(request, remote) or self._needed.lacking(remote, computed_tokens):
             return False
         is_same, held = is_told_by_tokens(request), self._needed.held_states(remote)
         if not self._canaries.begin(request, remote, computed_tokens, is_same_prompt=is_same, held_states=held):

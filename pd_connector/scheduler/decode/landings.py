@@ -112,6 +112,10 @@ class Landings(SchedulerRole):
             return False  # vLLM asks in every step, and looking a long prompt up takes milliseconds
         return self._start(request, remote, computed_tokens)
 
+    def is_waiting(self, request: "Request") -> bool:
+        """Return whether a request's prompt is landing."""
+        return request.request_id in self._under_way
+
     def step_orders(self, scheduled: Mapping[str, int]) -> Orders:
         """Return the landings since the last step."""
         orders, self._orders = tuple(self._orders), []

@@ -240,9 +240,9 @@ class PrefixService:
     def _prefix(self, find: Find, cache: _Cache, unfinished: Container[int], lend: Lend) -> "_Prefix":
         """Return the longest prefix that is complete, of a multiple of ``find.unit_tokens`` tokens.
 
-        A shorter prefix may need other blocks: windows move.
+        A shorter prefix may need other blocks: windows move. Beside drafts, a cache leaves out the end of what it has.
         """
-        hashes = find.hashes
+        hashes, left_out = find.hashes, -1
         while hashes:
             table, tokens = cache.longest_prefix(hashes)
             whole = tuple(tuple(group) for group in table)
@@ -250,7 +250,9 @@ class PrefixService:
             complete -= complete % find.unit_tokens
             if complete == tokens:
                 return _Prefix(cache, lend, whole, tokens)
-            hashes = hashes[: complete // self._blocks.hash_tokens]
+            if left_out < 0:
+                left_out = tokens - cache.longest_prefix(hashes[: tokens // self._blocks.hash_tokens])[1]
+            hashes = hashes[: min((complete + left_out) // self._blocks.hash_tokens, len(hashes) - 1)]
         return _Prefix(cache, lend, (), 0)
 
 

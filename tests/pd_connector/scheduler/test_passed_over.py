@@ -9,6 +9,7 @@ from unittest.mock import MagicMock, patch
 
 import pytest
 
+from pd_connector.scheduler.decode.landings import Landings
 from pd_connector.scheduler.decode.peer_prefixes import PeerPrefixes
 from pd_connector.scheduler.host.shared_pool import SharedPool
 from pd_connector.scheduler.prefix_queue import PrefixQueue
@@ -112,6 +113,36 @@ def test_nothing_is_looked_up_for_those_that_are_asked_for_or_wait_behind_them(
     assert not any(request.ended for request in asked)
     world.run(20.0)
     assert [request.ended for request in asked] == ["finished"] * len(asked)
+
+
+def test_nothing_is_looked_up_for_prompts_behind_one_that_leases_hold_back(world: World) -> None:
+    engine = EngineSim(world, "kv_both", blocks=64)
+    asked = [ClientRequest(f"r{each}", prompt, 1, engine) for each, prompt in enumerate(others(40).values())]
+    for request in asked:
+        engine.ask(request)
+    looked_up, steps = look_ups(engine), 0
+    while engine.requests:
+        world.step()
+        steps += 1
+    assert [request.ended for request in asked] == ["finished"] * len(asked)
+    assert looked_up.call_count < 2 * steps + 4 * len(asked), "hundreds, if each is looked up in each step"
+
+
+@pytest.mark.parametrize("number", [1, 8])
+def test_nothing_is_looked_up_for_prompts_that_land(world: World, number: int) -> None:
+    prefill = EngineSim(world, "kv_producer", blocks=400)
+    decode = EngineSim(world, "kv_consumer", blocks=400, slots=400, host_transfers="always", pull_s=5.0)
+    asked = [ClientRequest(f"r{each}", prompt, 1, decode) for each, prompt in enumerate(others(number).values())]
+    for request in asked:
+        prefill.ask(request)
+    while decode.role_of(Landings).under_way < number:
+        world.step()
+    looked_up = look_ups(decode)
+    for _ in range(10):
+        world.step()
+    assert looked_up.call_count == 0
+    world.run(20.0)
+    assert [request.ended for request in asked] == ["finished"] * number
 
 
 @both

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -238,3 +239,17 @@ def test_groups_that_keep_a_window_say_nothing_of_what_may_be_found() -> None:
     asked = Asked(kept)
     asked.ask(find())
     assert asked.blocks.whole == {0: 16}
+
+
+@pytest.mark.parametrize(("unit", "tokens"), [(16, 80), (32, 64), (48, 48), (64, 64)])
+def test_beside_drafts_whole_units_are_offered_and_looked_up_a_few_times(asked: Asked, unit: int, tokens: int) -> None:
+    """However few hashes it is given, vLLM leaves out the last block that it finds."""
+    longest = asked.blocks.longest_prefix
+
+    def drafting(hashes: Any) -> Any:
+        (found,), _ = longest(hashes)
+        return (found[:-1],), max(len(found) - 1, 0) * BLOCK
+
+    with patch.object(asked.blocks, "longest_prefix", side_effect=drafting) as looked_up:
+        assert asked.ask(find(unit_tokens=unit)).tokens == tokens
+    assert looked_up.call_count <= 3
