@@ -213,17 +213,6 @@ def test_what_is_null_unhashed_or_there_already_is_no_candidate() -> None:
     assert list(bench.pool.candidates(request, 0, 0, 5)) == [None] * 5
 
 
-@pytest.mark.skipif(INSTALLED < (0, 30), reason="vLLM 0.23 names whole blocks only")
-def test_a_full_block_that_is_named_by_a_part_of_its_tokens_is_no_candidate() -> None:
-    """Of a request that ends before vLLM names the block anew: a step was planned ahead of its last token."""
-    setup = Setup(groups=((8, 0), (4, 8)), device_blocks=33, slots=8)
-    manager = make_manager(setup, drafts=True)
-    pool, request = HostBlockPool(CONFIG, manager, setup.slots), make_request(setup, "r", said(15))
-    assert manager.allocate_slots(request, 16)
-    request.append_output_token_ids(15)
-    assert [candidate is None for candidate in pool.candidates(request, 0, 0, 2)] == [False, True]
-
-
 def test_a_request_without_blocks_has_no_candidates() -> None:
     bench = Bench()
     assert list(bench.pool.candidates(make_request(bench.setup, "r", said(9)), 0, 0, 2)) == []
