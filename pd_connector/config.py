@@ -125,7 +125,7 @@ class ConnectorConfig(BaseModel):
     tuning: Tuning = Field(
         default=Tuning(),
         description=f"Numbers by which bytes are read, for those who measure: {', '.join(Tuning.model_fields)}. "
-        "On CUDA and NPU, staging_bytes (128 MiB, and as much again in pulls) is device memory beside vLLM's.",
+        "Pulls on CUDA and NPU take staging_bytes (128 MiB) of the device twice, beside vLLM.",
     )
     cpu_bytes_to_use: Annotated[int, Field(ge=0)] = Field(
         default=0,
