@@ -55,7 +55,6 @@ class AclRuntime(CopyRuntime):
         self._functions = _bind(library)
         self._v2 = self._functions.get("aclrtMemcpyBatchAsyncV2")  # of CANN 9.1; ACL's version number does not tell
         self._v1 = self._functions.get("aclrtMemcpyBatchAsync")
-        self._memcpy_address = ctypes.cast(self._functions["aclrtMemcpyAsync"], ctypes.c_void_p).value
 
     @classmethod
     def load(cls, device: int) -> "AclRuntime":
@@ -105,9 +104,8 @@ class AclRuntime(CopyRuntime):
 
     def submit_singly(self, copies: Copies, direction: Direction, stream: int) -> Refusal | None:
         """See ``CopyRuntime``."""
-        index, code = acl_copies(
-            self._memcpy_address, copies.destinations, copies.sources, copies.sizes, _KINDS[direction], stream
-        )
+        memcpy = self._functions["aclrtMemcpyAsync"]
+        index, code = acl_copies(memcpy, copies.destinations, copies.sources, copies.sizes, _KINDS[direction], stream)
         return Refusal(code, index, "aclrtMemcpyAsync") if code != abi.SUCCESS else None
 
     def is_unsupported(self, code: int) -> bool:

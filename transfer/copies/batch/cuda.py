@@ -43,7 +43,6 @@ class CudaRuntime(CopyRuntime):
         """
         self._functions = _bind(library)
         self._batch = self._find_batch()
-        self._memcpy_address = ctypes.cast(self._functions["cuMemcpyAsync"], ctypes.c_void_p).value
 
     @classmethod
     def load(cls) -> "CudaRuntime":
@@ -91,7 +90,8 @@ class CudaRuntime(CopyRuntime):
         stream: int,
     ) -> Refusal | None:
         """See ``CopyRuntime``."""
-        index, code = cuda_copies(self._memcpy_address, copies.destinations, copies.sources, copies.sizes, stream)
+        memcpy = self._functions["cuMemcpyAsync"]
+        index, code = cuda_copies(memcpy, copies.destinations, copies.sources, copies.sizes, stream)
         return Refusal(code, index, "cuMemcpyAsync") if code != abi.SUCCESS else None
 
     def is_unsupported(self, code: int) -> bool:
