@@ -22,24 +22,3 @@ Public modules:
     scratch         a few blocks of a cache once more, in memory of their own
     checksums       checksums of cached tokens, comparable across any two geometries
 """
-
-__all__ = [
-    "block_objects",
-    "checksums",
-    "compatibility",
-    "context_parallel",
-    "conversion",
-    "copies",
-    "cost",
-    "geometry",
-    "host_blocks",
-    "host_slots",
-    "layer_numbers",
-    "plan",
-    "regions",
-    "scratch",
-    "sharding",
-    "staging",
-    "states",
-    "tails",
-]

@@ -1,14 +1,13 @@
 """Which package imports what: the arrows run one way, vLLM is known in one room only, and tests lend nothing.
 
 Imports are read off the source, those inside functions and under TYPE_CHECKING too.
-
-Covers: layout, transfer.
 """
 
 import ast
 import importlib
 import re
 import sys
+from types import ModuleType
 
 import pytest
 
@@ -94,14 +93,12 @@ def test_layout_imports_numpy_and_numba_only() -> None:
 
 
 @pytest.mark.parametrize("package", [layout, transfer])
-def test_the_public_names_are_those_of_the_docstring_and_there(package: object) -> None:
+def test_the_public_names_are_those_of_the_docstring_and_there(package: ModuleType) -> None:
     documented = re.findall(r"^    (\w+) {2,}\S", str(package.__doc__), re.MULTILINE)
-    names = package.__all__  # type: ignore[attr-defined]
-    assert sorted(documented) == names
-    name = package.__name__  # type: ignore[attr-defined]
+    name = package.__name__
     here = {module.split(".")[1] for module in modules(name) if "." in module}
-    assert set(names) == here
-    for public in names:
+    assert set(documented) == here
+    for public in documented:
         importlib.import_module(f"{name}.{public}")
 
 

@@ -11,5 +11,3 @@ Usable on its own, together with ``layout``. Public packages and modules, each i
     peers    addresses of peers, and which of them may be contacted
     errors   exceptions that all parts share
 """
-
-__all__ = ["control", "copies", "engine", "errors", "memory", "numa", "peers", "store"]
