@@ -8,7 +8,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from pd_connector.engine_limits import ENGINE_LIMITS
 from pd_connector.old_settings import OLD_SETTINGS
@@ -26,6 +26,25 @@ READERS = "readers"
 
 class ConfigError(ValueError):
     """A setting in ``kv_connector_extra_config`` is unknown or invalid."""
+
+
+def _devices(text: str) -> str:
+    names = [name.strip() for name in text.split(",")] if text else []  # Mooncake passes over what is unknown
+    if not all(names):
+        raise ValueError("a name is empty; write them as in /sys/class/infiniband, such as mlx5_0,mlx5_1")
+    return ",".join(names)
+
+
+def _peers(peers: list[str]) -> list[str]:
+    for peer in peers:
+        if peer != READERS:
+            parse_address(peer)
+    return peers
+
+
+def _rules(rules: list[str]) -> list[str]:
+    AllowedPeers(rules)
+    return rules
 
 
 class Tuning(BaseModel):
@@ -71,9 +90,8 @@ class ConnectorConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    host: str | None = Field(
+    host: Annotated[str, Field(min_length=1), AfterValidator(lambda host: listen_address(host, 0).host)] | None = Field(
         default=None,
-        min_length=1,
         description="Address at which other machines reach this one; on engines that prefill, one of the "
         "machine's own. With workers on several machines, set VLLM_HOST_IP on each instead. Default: VLLM_HOST_IP, "
         "else that of the default route.",
@@ -94,7 +112,7 @@ class ConnectorConfig(BaseModel):
         "on CUDA, or tcp with a warning if there is no RDMA device and devices names none, and with a secret also "
         "CUDA IPC between engines of one host.",
     )
-    devices: str = Field(
+    devices: Annotated[str, AfterValidator(_devices)] = Field(
         default="", description="Network devices for rdma, comma-separated; empty lets the transfer engine choose."
     )
     cross_layer_blocks: bool = Field(
@@ -148,13 +166,13 @@ class ConnectorConfig(BaseModel):
         description="Whether other engines may pull the beginnings of their prompts from this engine's caches "
         "(docs/prefixes.md). On a decode engine this opens a control channel (port). Needs vLLM's prefix caching.",
     )
-    peers: Annotated[list[str], Field(max_length=16)] | None = Field(
+    peers: Annotated[list[str], Field(max_length=16), AfterValidator(_peers)] | None = Field(
         default=None,
         description="Engines with serve_prefixes to ask for what this engine's caches lack of a prompt: host:port of "
         "their control channels; readers is the engine that pulled the prompt's beginning from here. An empty list "
         "asks only the engine that a request's prefixes_at names. Needs vLLM's prefix caching. Default: nobody.",
     )
-    pool: str | None = Field(
+    pool: Annotated[str, AfterValidator(lambda pool: str(parse_address(pool)))] | None = Field(
         default=None,
         description="host:port of this machine's mooncake_client, through which engines of a model share host blocks "
         "that outlive them (docs/pool.md). Needs cpu_bytes_to_use. Default: none.",
@@ -187,7 +205,7 @@ class ConnectorConfig(BaseModel):
         description="File with the secret that all engines share, for the control channel: 16 bytes or more, mode 600. "
         "Default: PD_CONNECTOR_SECRET in the environment, else none.",
     )
-    allowed_peers: Annotated[list[str], Field(min_length=1)] | None = Field(
+    allowed_peers: Annotated[list[str], Field(min_length=1), AfterValidator(_rules)] | None = Field(
         default=None,
         description="Prefill engines that a decode engine may contact: IP addresses, networks such as "
         "10.1.0.0/16, host names. Default: whichever a request names.",
@@ -199,62 +217,22 @@ class ConnectorConfig(BaseModel):
         return self.canary or ("warn" if self.model_check == "off" else "refuse")
 
     @model_validator(mode="after")
-    def _check_host_memory(self) -> Self:
+    def _check_together(self) -> Self:
         if self.host_transfers != "off" and not self.cpu_bytes_to_use:
             raise ValueError(
                 f"host_transfers = {self.host_transfers!r}: cpu_bytes_to_use is 0, so there is no host memory for "
                 "transfers; set cpu_bytes_to_use, or host_transfers to 'off'"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_pool(self) -> Self:
         if self.pool is not None and not self.cpu_bytes_to_use:
             raise ValueError(
                 f"pool = {self.pool!r}: cpu_bytes_to_use is 0, and blocks come to a pool, and from there, by way of "
                 "host memory; set cpu_bytes_to_use, or leave pool out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_peers_are_allowed(self) -> Self:
         allowed = AllowedPeers(self.allowed_peers)
         for peer in self.peers or ():
             if peer != READERS and allowed.excludes(parse_address(peer).host):
                 raise ValueError(f"peers: {peer!r} is none of allowed_peers, {self.allowed_peers}; add it there")
         return self
-
-    @field_validator("pool")
-    @classmethod
-    def _check_pool_address(cls, pool: str | None) -> str | None:
-        return None if pool is None else str(parse_address(pool))
-
-    @field_validator("devices")
-    @classmethod
-    def _check_devices(cls, devices: str) -> str:
-        names = [name.strip() for name in devices.split(",")] if devices else []  # Mooncake passes over what is unknown
-        if not all(names):
-            raise ValueError("a name is empty; write them as in /sys/class/infiniband, such as mlx5_0,mlx5_1")
-        return ",".join(names)
-
-    @field_validator("host")
-    @classmethod
-    def _check_host(cls, host: str | None) -> str | None:
-        return None if host is None else listen_address(host, 0).host
-
-    @field_validator("peers")
-    @classmethod
-    def _check_addresses(cls, peers: list[str] | None) -> list[str] | None:
-        for peer in peers or ():
-            if peer != READERS:
-                parse_address(peer)
-        return peers
-
-    @field_validator("allowed_peers")
-    @classmethod
-    def _check_peers(cls, rules: list[str] | None) -> list[str] | None:
-        AllowedPeers(rules)
-        return rules
 
 
 def parse_config(extra_config: dict[str, Any]) -> ConnectorConfig:
