@@ -5,7 +5,6 @@ Leases, ids and answers only: no threads, no sockets, no blocks. ``Producer`` pu
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic
 
 from layout.geometry import CacheGroup, ModelIdentity, WorkerGeometry, layers_by_group
@@ -50,16 +49,6 @@ _NOT_WRITTEN = Error(ErrorCode.NOT_READY, "the engine's device is still writing 
 _STARTING = Error(ErrorCode.NOT_READY, "the engine is still starting")
 
 
-@dataclass(frozen=True, slots=True)
-class _Granted:
-    """A lease that was granted, until all of it is written."""
-
-    lease_id: str
-    transfer_id: str  # empty if nobody can have followed the prompt
-    block_ids: Tables
-    tokens: int  # of the prompt, the last of which is not read
-
-
 class LeaseService(Generic[Held]):
     """Grants leases and answers messages about them. ``handle`` may run on any thread, as ``LeaseTable`` allows."""
 
@@ -93,7 +82,8 @@ class LeaseService(Generic[Held]):
         """
         self._writes_late = writes_late
         self._readers = readers
-        self._unwritten: dict[str, _Granted] = {}  # by lease; of the scheduler's thread
+        #: Of the scheduler's thread, by lease: what was granted, and the transfer by which somebody may follow it.
+        self._unwritten: dict[str, tuple[RemotePrefill, str]] = {}
         # A new process is a new engine whatever its configured name, because its memory has other contents.
         self.engine_id = uuid.uuid4().hex
         self.leases = leases
@@ -221,11 +211,10 @@ class LeaseService(Generic[Held]):
                 self._spans.ended(remote.lease_id, LeaseEnd.CANCELLED)
             self.transfers.end(transfer_id, "its readers have released it before it was complete")
         followed = transfer_id if begun is not None and is_valid else ""
-        granted = _Granted(remote.lease_id, followed, remote.remote_block_ids, remote.remote_num_tokens)
         if is_written:
-            self._complete(granted)
+            self._complete(remote, followed)
         else:
-            self._unwritten[remote.lease_id] = granted
+            self._unwritten[remote.lease_id] = remote, followed
         return remote.to_params()
 
     def lend(
@@ -253,26 +242,25 @@ class LeaseService(Generic[Held]):
         tables = block_ids if slots is not None else ()
         self.leases.grant(remote.lease_id, blocks, contents_digest(remote), tables, slots, is_written=is_written)
         self.leases.renew((remote.lease_id,))  # whoever found it reads at once: no router is on its way
-        granted = _Granted(remote.lease_id, "", block_ids, tokens + 1)
         if not is_written:
-            self._unwritten[remote.lease_id] = granted
+            self._unwritten[remote.lease_id] = remote, ""
         elif slots is None:
-            self._complete(granted)
+            self._complete(remote, "")
         return remote
 
     def written(self, lease_id: str) -> None:
         """Let a lease be read that was granted before all of it was written. On the scheduler's thread."""
-        granted = self._unwritten.pop(lease_id)
+        remote, followed = self._unwritten.pop(lease_id)
         self.leases.written(lease_id)
-        self._complete(granted)
-        self.notify(lease_id, *([granted.transfer_id] if granted.transfer_id else []))
+        self._complete(remote, followed)
+        self.notify(lease_id, *([followed] if followed else []))
 
-    def _complete(self, granted: _Granted) -> None:
+    def _complete(self, remote: RemotePrefill, transfer_id: str) -> None:
         """Have a prompt's checksums taken, and tell those who follow it that it is complete: they ask for both."""
         # The last prompt token is computed by whoever decodes.
-        self.checksums.order(ChecksumOrder(granted.lease_id, granted.block_ids, granted.tokens - 1))
-        if granted.transfer_id:
-            self.transfers.complete(granted.transfer_id, granted.block_ids)
+        self.checksums.order(ChecksumOrder(remote.lease_id, remote.remote_block_ids, remote.remote_num_tokens - 1))
+        if transfer_id:
+            self.transfers.complete(transfer_id, remote.remote_block_ids)
 
     def end_transfers(self, lease_ids: Sequence[str], reason: str) -> None:
         """End the transfers of these leases, unless they are complete, and tell those who follow."""
