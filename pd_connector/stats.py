@@ -31,21 +31,9 @@ class ComputedHere(StrEnum):
     UNUSABLE = "unusable"  # kv_transfer_params are of a contract that the connector does not speak
 
 
-#: Those for which the scheduler side refuses a pull.
-REFUSALS = (
-    Cause.TRANSFER,
-    Cause.PREEMPTED,
-    Cause.PARAMS,
-    Cause.CANARY,
-    Cause.LANDING,
-    Cause.QUEUE,
-    Cause.UNREACHABLE,
-    Cause.DENIED,
-    Cause.REFUSED,
-    Cause.INCOMPATIBLE,
-    Cause.LEASE,
-    Cause.INTERNAL,
-)
+#: Causes that workers find, when they read. For the others, the scheduler side refuses a pull.
+_OF_READS = {Cause.READ, Cause.TIMEOUT, Cause.CHECKSUM, Cause.UNCONFIRMED}
+REFUSALS = tuple(cause for cause in Cause if cause is not Cause.NONE and cause not in _OF_READS)
 
 COUNTERS = {
     "pulls": "Pulls that succeeded, counted on every rank.",
