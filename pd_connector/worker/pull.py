@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -217,14 +217,10 @@ class Pull:
         done = PullEnd(
             self.order.request_id,
             tokens=self.order.end_token - self.order.first_token,
-            copied_bytes=self._read.copied_bytes,
-            host_bytes=self._read.host_bytes,
-            mapped_bytes=self._read.mapped_bytes,
-            descriptors=self._read.descriptors,
             is_ahead=bool(self.order.transfer_id),
-            ahead_bytes=self._read.ahead_bytes,
             restarts=self.prompt.restarts,
             lacking_states=frozenset[tuple[int, int]]().union(*self._lacking_states),
+            **asdict(self._read),
         )
 
         def end(answer: "Future[Released]") -> None:
@@ -285,7 +281,7 @@ class Pull:
         if not self._tails_are_clear:  # before the first read, which may write some of them
             self._context.clear_tails(self._local, self.order.end_token)
             self._tails_are_clear = True
-        self._read.add(self._read_batches(peer, batches, place), place, is_ahead=is_ahead)
+        self._read = self._read.plus(self._read_batches(peer, batches, place), place, is_ahead=is_ahead)
         if not tokens:
             return
         plans = peer.plans.values() if place is Place.DEVICE else ()  # slots stay until the attempt ends, or the lease

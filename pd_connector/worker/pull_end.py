@@ -59,19 +59,46 @@ def got_no_further(prompt: Progress, reached: int, timeout_s: float) -> PullFail
 
 
 @dataclass(frozen=True)
-class PullEnd:
+class RankRead:
+    """A range that was read from one rank, and on the pull's clock, when all was read and when all was in place."""
+
+    schedule: Schedule
+    all_read: float
+    in_place: float  # as all_read, if nothing had to be copied
+    is_mapped: bool = False  # whether the rank's memory is mapped here
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadSoFar:
+    """What a pull has read since it began, or since it began again."""
+
+    copied_bytes: int = 0
+    host_bytes: int = 0  # of them, from the prefill engine's host memory
+    mapped_bytes: int = 0  # of them, from its device memory as it is mapped here
+    ahead_bytes: int = 0  # of them, before the prompt was computed
+    descriptors: int = 0
+
+    def plus(self, reads: Sequence[RankRead], place: Place, *, is_ahead: bool) -> "ReadSoFar":
+        """Return the same with a range that was read in ``place``, from all ranks."""
+        wanted_bytes = sum(read.schedule.wanted_bytes for read in reads)
+        return ReadSoFar(
+            copied_bytes=self.copied_bytes + wanted_bytes,
+            host_bytes=self.host_bytes + (wanted_bytes if place is Place.HOST else 0),
+            mapped_bytes=self.mapped_bytes + sum(read.schedule.wanted_bytes for read in reads if read.is_mapped),
+            ahead_bytes=self.ahead_bytes + (wanted_bytes if is_ahead else 0),
+            descriptors=self.descriptors + sum(read.schedule.descriptors for read in reads),
+        )
+
+
+@dataclass(frozen=True)
+class PullEnd(ReadSoFar):
     """How a pull ended on this rank. ``cause`` is empty if all bytes arrived under a valid lease."""
 
     request_id: str
     cause: Cause = Cause.NONE
     reason: str = ""  # for people
     tokens: int = 0
-    copied_bytes: int = 0
-    host_bytes: int = 0  # of them, from the prefill engine's host memory
-    mapped_bytes: int = 0  # of them, from its device memory as it is mapped here
-    descriptors: int = 0
     is_ahead: bool = False  # whether it began before the prefill engine had computed the prompt
-    ahead_bytes: int = 0  # of ``copied_bytes``: read before the prompt was computed
     restarts: int = 0  # how many times what had been read came to nothing
     #: Of what was ordered, the states that the prefill engine does not have: cache groups and entries of their tables.
     lacking_states: frozenset[tuple[int, int]] = frozenset()
@@ -108,36 +135,6 @@ class PullEnd:
         stats.count("pull_bytes_from_host", self.host_bytes)
         stats.count("pull_bytes_over_ipc", self.mapped_bytes)
         stats.count("pull_descriptors", self.descriptors)
-
-
-@dataclass(frozen=True)
-class RankRead:
-    """A range that was read from one rank, and on the pull's clock, when all was read and when all was in place."""
-
-    schedule: Schedule
-    all_read: float
-    in_place: float  # as all_read, if nothing had to be copied
-    is_mapped: bool = False  # whether the rank's memory is mapped here
-
-
-@dataclass
-class ReadSoFar:
-    """What a pull has read since it began, or since it began again."""
-
-    copied_bytes: int = 0
-    host_bytes: int = 0  # from P's host memory
-    mapped_bytes: int = 0  # from P's device memory as it is mapped here
-    ahead_bytes: int = 0  # before the prompt was complete
-    descriptors: int = 0
-
-    def add(self, reads: Sequence[RankRead], place: Place, *, is_ahead: bool) -> None:
-        """Add a range that was read in ``place``, from all ranks."""
-        wanted_bytes = sum(read.schedule.wanted_bytes for read in reads)
-        self.copied_bytes += wanted_bytes
-        self.host_bytes += wanted_bytes if place is Place.HOST else 0
-        self.mapped_bytes += sum(read.schedule.wanted_bytes for read in reads if read.is_mapped)
-        self.ahead_bytes += wanted_bytes if is_ahead else 0
-        self.descriptors += sum(read.schedule.descriptors for read in reads)
 
 
 class Stopwatch:
