@@ -11,7 +11,6 @@ BATCH_VERSION = 12080
 GET_PROC_ADDRESS_DEFAULT = 0
 
 SUCCESS = 0
-INVALID_VALUE = 1
 NOT_SUPPORTED = 801
 NO_INDEX = ctypes.c_size_t(-1).value  # in failIdx: no single copy failed
 
