@@ -109,15 +109,11 @@ async def read_content(request: Request, max_bytes: int) -> bytes:
         RequestError: it is too large.
         ClientDisconnect: the client left before it had sent all.
     """
-    content, more = bytearray(), True
-    while more:
-        message = await request.receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect
-        content += message.get("body", b"")
+    content = bytearray()
+    async for piece in request.stream():
+        content += piece
         if len(content) > max_bytes:
             raise RequestError(f"the request body is larger than {max_bytes} bytes, the limit of this proxy")
-        more = message.get("more_body", False)
     return bytes(content)
 
 
