@@ -48,6 +48,9 @@ _PAUSE_AFTER_FAULT_S = 0.05
 _BACKLOG = 1024  # connections that arrive at once, as after a restart
 _HANDSHAKE_S = 5.0  # closes a connection that has not finished its handshake by then
 _UNREAD_REPLIES_S = 15.0  # closes a connection whose peer has read no bytes for this long
+_HEARTBEAT_S = 15.0  # how often silent peers are probed, so that vanished ones are dropped
+_LINGER_S = 0.2  # how long the last replies have to leave
+_LOG_INTERVAL_S = 60.0  # at most one warning per cause in this time
 
 _BIND_HINTS = {
     errno.EADDRINUSE: "another process holds the port: choose a different one, or 0 to let the OS choose",
@@ -109,9 +112,6 @@ class ControlServer:
         keys: ControlKeys | None = None,
         limits: ServerLimits | None = None,
         queued_replies: int = 1000,
-        log_interval_s: float = 60.0,
-        heartbeat_s: float = 15.0,
-        linger_s: float = 0.2,
         close_timeout_s: float = 5.0,
     ) -> None:
         """Store the settings. Nothing is bound before ``start``.
@@ -123,9 +123,6 @@ class ControlServer:
             keys: serve only clients with the same keys; None: serve whoever can connect.
             limits: None for the defaults.
             queued_replies: how many replies a peer may leave unread before more are dropped (it asks again).
-            log_interval_s: at most one warning per cause in this time.
-            heartbeat_s: how often silent peers are probed, so that vanished ones are dropped.
-            linger_s: how long ``close`` lets the last replies leave.
             close_timeout_s: how long ``close`` waits for a handler that has not returned.
         """
         self._handler = handler
@@ -135,10 +132,8 @@ class ControlServer:
         self._host = host
         self._port = port
         self._queued_replies = queued_replies
-        self._heartbeat_s = heartbeat_s
-        self._linger_s = linger_s
         self._close_timeout_s = close_timeout_s
-        self._warnings = ThrottledWarnings(logger, log_interval_s)
+        self._warnings = ThrottledWarnings(logger, _LOG_INTERVAL_S)
         self._waiting = WaitingRequests()
         self._welcome: tuple[Welcome, msgspec.Raw] | None = None  # the last one, encoded
         self.counters = ServerCounters()
@@ -222,7 +217,7 @@ class ControlServer:
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.SNDHWM, self._queued_replies)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # makes a reply that cannot be queued an error, which is counted
-        socket.setsockopt(zmq.HEARTBEAT_IVL, int(self._heartbeat_s * 1000))
+        socket.setsockopt(zmq.HEARTBEAT_IVL, int(_HEARTBEAT_S * 1000))
         socket.setsockopt(zmq.BACKLOG, _BACKLOG)
         socket.setsockopt(zmq.HANDSHAKE_IVL, int(_HANDSHAKE_S * 1000))
         socket.setsockopt(zmq.TCP_MAXRT, int(_UNREAD_REPLIES_S * 1000))
@@ -251,7 +246,7 @@ class ControlServer:
                 self._turn(socket, admission)
         finally:
             admission.unwatch()
-            socket.close(linger=int(self._linger_s * 1000))
+            socket.close(linger=int(_LINGER_S * 1000))
             admission.close()
             context.term()
 
