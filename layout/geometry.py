@@ -9,8 +9,9 @@ classes, so planning never branches on the name of a layout. Offsets, strides an
 otherwise. This module reads no tensor and no memory.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from math import gcd, lcm
 
 from layout.context_parallel import WHOLE, TokenSplit
@@ -160,6 +161,32 @@ def unit_rows(rows: int, tokens_per_row: int) -> int:
     Blocks of a compressed cache have so many tokens that pulls may begin inside.
     """
     return rows if tokens_per_row == 1 else gcd(rows, max(1, _COMPRESSED_UNIT_TOKENS // tokens_per_row))
+
+
+def over_layers(parts: Iterable[tuple[Hashable, Plane]]) -> tuple[Plane, ...]:
+    """Return planes of one layer each, given with their kinds, as the fewest planes.
+
+    Those of one kind and form are joined into the longest runs whose addresses are one stride apart, by address.
+    """
+    forms: dict[tuple[Hashable, Plane], list[Plane]] = {}
+    for kind, plane in parts:
+        forms.setdefault((kind, replace(plane, layers=(), address=0)), []).append(plane)
+    runs: list[list[Plane]] = []
+    for alike in forms.values():
+        alike.sort(key=lambda plane: plane.address)
+        runs.append(alike[:1])
+        for previous, plane in pairwise(alike):
+            run = runs[-1]
+            if len(run) > 1 and plane.address - previous.address != run[1].address - run[0].address:
+                runs.append([plane])
+            else:
+                run.append(plane)
+    return tuple(_joined(run) for run in runs)
+
+
+def _joined(run: Sequence[Plane]) -> Plane:
+    stride = run[1].address - run[0].address if len(run) > 1 else 0
+    return replace(run[0], layers=tuple(name for plane in run for name in plane.layers), layer_stride=stride)
 
 
 def layers_by_group(workers: Sequence[WorkerGeometry]) -> tuple[frozenset[str], ...]:

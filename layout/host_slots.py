@@ -5,13 +5,12 @@ block ids are slot numbers. So plans, staging and checksums take host memory as 
 device's.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from layout.copies import Int64Array
-from layout.geometry import CacheGroup, Plane, Region, WorkerGeometry
+from layout.geometry import CacheGroup, Plane, Region, WorkerGeometry, over_layers
 from layout.host_blocks import BlockRuns, HostLayout
 
 
@@ -53,58 +52,20 @@ def host_block_geometry(geometry: WorkerGeometry, layout: HostLayout, pool: Regi
     return replace(slot_geometry(geometry, layout, shifted), regions=(pool,))
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where the layer of a plane lies in a slot: the offset of its first item, and its strides."""
-
-    offset: int
-    head_stride: int
-    token_stride: int
-    content_stride: int
-
-    @property
-    def strides(self) -> tuple[int, int, int]:
-        return self.head_stride, self.token_stride, self.content_stride
-
-
 def _slot_planes(group: CacheGroup, runs: BlockRuns, address: int, slots: int, slot_bytes: int) -> tuple[Plane, ...]:
-    planes: list[Plane] = []
-    for plane in group.planes:
-        places = [_place(plane, layer, group.rows(plane), runs) for layer in range(len(plane.layers))]
-        whole = replace(plane, block_tokens=group.rows(plane), blocks=slots, block_stride=slot_bytes)
-        for first, end in _even_parts(places):
-            place = places[first]
-            step = places[first + 1].offset - place.offset if end - first > 1 else 0
-            planes.append(
-                replace(
-                    whole,
-                    layers=plane.layers[first:end],
-                    address=address + place.offset,
-                    layer_stride=step,
-                    head_stride=place.head_stride,
-                    token_stride=place.token_stride,
-                    content_stride=place.content_stride,
-                )
-            )
-    return tuple(planes)
+    of_layers = (
+        (number, _in_slot(plane, layer, group.rows(plane), runs))
+        for number, plane in enumerate(group.planes)
+        for layer in range(len(plane.layers))
+    )
+    return tuple(
+        replace(plane, address=address + plane.address, blocks=slots, block_stride=slot_bytes)
+        for plane in over_layers(of_layers)
+    )
 
 
-def _even_parts(places: Sequence[_Place]) -> list[tuple[int, int]]:
-    """Return the first and end index of the fewest runs of layers that are alike and equally far apart."""
-    parts, first = [], 0
-    while first < len(places):
-        end = first + 1
-        while end < len(places) and places[end].strides == places[first].strides:
-            if places[end].offset - places[end - 1].offset != places[first + 1].offset - places[first].offset:
-                break
-            end += 1
-        parts.append((first, end))
-        first = end
-    return parts
-
-
-def _place(plane: Plane, layer: int, group_tokens: int, runs: BlockRuns) -> _Place:
-    """Return where a layer of a plane lies in a slot.
+def _in_slot(plane: Plane, layer: int, group_tokens: int, runs: BlockRuns) -> Plane:
+    """Return a layer of a plane as it lies in a slot at address 0.
 
     Raises:
         SlotPlaneError: no strides say so.
@@ -119,14 +80,10 @@ def _place(plane: Plane, layer: int, group_tokens: int, runs: BlockRuns) -> _Pla
         addresses = np.add.outer(addresses, np.arange(count, dtype=np.int64) * stride)
     offsets = _offsets(addresses, plane.block_stride * ratio, runs)
     by_token = np.moveaxis(offsets, 0, 1).reshape(plane.heads, group_tokens, content)
-    place = _Place(
-        int(by_token[0, 0, 0]),
-        _step(by_token, 0),
-        _step(by_token, 1),
-        plane.item_size if content == 1 else _step(by_token, 2),
-    )
-    even = np.array(place.offset, np.int64)
-    for count, stride in zip(by_token.shape, place.strides, strict=True):
+    first, head_stride, token_stride = int(by_token[0, 0, 0]), _step(by_token, 0), _step(by_token, 1)
+    content_stride = plane.item_size if content == 1 else _step(by_token, 2)
+    even = np.array(first, np.int64)
+    for count, stride in zip(by_token.shape, (head_stride, token_stride, content_stride), strict=True):
         even = np.add.outer(even, np.arange(count, dtype=np.int64) * stride)
     if not np.array_equal(by_token, even) or (plane.packing and ratio > 1):
         raise SlotPlaneError(
@@ -134,7 +91,15 @@ def _place(plane: Plane, layer: int, group_tokens: int, runs: BlockRuns) -> _Pla
             f"tokens in a block of {group_tokens}, whose tokens are not equally far apart in host memory; use blocks "
             "of the kernel's size, which hybrids cannot: theirs are as large as a state"
         )
-    return place
+    return replace(
+        plane,
+        layers=plane.layers[layer : layer + 1],
+        block_tokens=group_tokens,
+        address=first,
+        head_stride=head_stride,
+        token_stride=token_stride,
+        content_stride=content_stride,
+    )
 
 
 def _step(offsets: Int64Array, axis: int) -> int:

@@ -5,14 +5,13 @@ Knows torch tensors and vLLM's shapes; decides nothing about transfers.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
-from itertools import pairwise
+from dataclasses import asdict
 from typing import Any, TypeAlias
 
 import torch
 
 from layout.context_parallel import WHOLE, TokenSplit
-from layout.geometry import CacheGroup, Plane, Region, WorkerGeometry
+from layout.geometry import CacheGroup, Plane, Region, WorkerGeometry, over_layers
 from layout.sharding import held_heads
 from pd_connector.vllm.cache_groups import GroupSpec, Ranks
 from pd_connector.vllm.cache_specs import PADDING, LayerSpec
@@ -58,8 +57,7 @@ def describe_caches(
 
 def _describe_group(kv_caches: Mapping[str, Cache], group: GroupSpec, ranks: Ranks) -> CacheGroup:
     parts = [part for name in group.layer_names for part in _parts(name, kv_caches[name], group, ranks)]
-    planes = tuple(map(_over_layers, _evenly_spaced(parts)))
-    seen = dict(group.seen_tokens)
+    planes, seen = over_layers(parts), dict(group.seen_tokens)
     return CacheGroup(group.block_tokens, group.window, planes, group.chunk, seen, states=group.holds_states)
 
 
@@ -287,30 +285,6 @@ def _holds_blocks(tensor: torch.Tensor, axis: int, spec: LayerSpec, group: Group
 
 def _token_bytes(tensor: torch.Tensor) -> int:
     return int(tensor.shape[3]) * int(tensor.element_size())
-
-
-def _evenly_spaced(parts: Iterable[_Part]) -> list[list[Plane]]:
-    """Group planes of the same form into the longest runs whose addresses are one stride apart, by address."""
-    forms: dict[_Part, list[Plane]] = {}
-    for dtype, plane in parts:
-        forms.setdefault((dtype, replace(plane, layers=(), address=0)), []).append(plane)
-    runs: list[list[Plane]] = []
-    for alike in forms.values():
-        alike.sort(key=lambda plane: plane.address)
-        runs.append(alike[:1])
-        for previous, plane in pairwise(alike):
-            run = runs[-1]
-            if len(run) > 1 and plane.address - previous.address != run[1].address - run[0].address:
-                runs.append([plane])
-            else:
-                run.append(plane)
-    return runs
-
-
-def _over_layers(run: Sequence[Plane]) -> Plane:
-    """Return the planes of a layer each, which are evenly spaced, as one."""
-    stride = run[1].address - run[0].address if len(run) > 1 else 0
-    return replace(run[0], layers=tuple(name for plane in run for name in plane.layers), layer_stride=stride)
 
 
 def _part(
