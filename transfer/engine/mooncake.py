@@ -52,24 +52,18 @@ _ASCEND_ENGINE = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
-class MooncakeOptions:
+class MooncakeOptions(NativeOptions):
     """Options of a Mooncake engine and its reads.
 
     Raises:
         EngineStartError: a value is out of range or unknown.
     """
 
-    host: str  # this machine's address as peers reach it, without port
-    protocol: str = "tcp"  # one of PROTOCOLS
-    devices: str = ""  # comma-separated network devices, "" for all
     descriptors_per_call: int | None = None  # None: what suits the protocol
     max_descriptors_in_flight: int | None = None  # to one peer, over all threads; None: what suits the protocol
     longest_pause_s: float | None = None  # between two looks at a read; None: what suits the protocol
-    progress_timeout_s: float = 10.0  # over TCP, a transfer that moves no byte for this long has failed
-    connect_timeout_s: float = 5.0  # for a peer's first answer; on Ascend, the link's own time comes after it
     cost: CostModel | None = None  # by which time in flight is predicted; None: the protocol's
     engine_per_link: bool | None = None  # whether each link has its own engine; None: only on TCP
-    qos: int | None = None  # class of traffic on Ascend; None: CANN's
 
     def __post_init__(self) -> None:
         if self.protocol not in PROTOCOLS:
@@ -122,13 +116,6 @@ class MooncakeOptions:
     def costs(self) -> CostModel:
         """What was set, or what suits the protocol."""
         return CostModel.of_protocol(self.protocol) if self.cost is None else self.cost
-
-    @property
-    def native(self) -> NativeOptions:
-        """The options that start the library."""
-        return NativeOptions(
-            self.host, self.protocol, self.devices, self.progress_timeout_s, self.connect_timeout_s, self.qos
-        )
 
 
 class MooncakeEngine(TransferEngine):
@@ -185,7 +172,7 @@ class MooncakeEngine(TransferEngine):
                         "configure one PDConnector in MultiConnector, not several"
                     )
                 undo.callback(_ASCEND_ENGINE.release)
-            self.native = NativeEngine(options.native, lend)
+            self.native = NativeEngine(options, lend)
             undo.callback(self.native.delete)
             self.settling = Settling(self.native)
             self._own = OwnIdentity(self.identities)

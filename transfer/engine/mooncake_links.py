@@ -270,7 +270,7 @@ class OwnEngineLink(MooncakeLink):
     def _start(self) -> NativeEngine:
         check_open_files()
         check_threads()
-        native = NativeEngine(self._options.native)
+        native = NativeEngine(self._options)
         self._at_end.append(native.delete)
         return native
 

@@ -73,11 +73,11 @@ _MAPPED = "::ffff:"  # before an IPv4 address in the form that IPv6 sockets take
 class NativeOptions:
     """The options that start a Mooncake engine."""
 
-    host: str  # without port or brackets
-    protocol: str
-    devices: str  # comma-separated network devices, "" for all
-    progress_timeout_s: float  # over TCP, Mooncake gives up a transfer that moves no byte for this long
-    connect_timeout_s: float
+    host: str  # this machine's address as peers reach it, without port or brackets
+    protocol: str = "tcp"
+    devices: str = ""  # comma-separated network devices, "" for all
+    progress_timeout_s: float = 10.0  # over TCP, Mooncake gives up a transfer that moves no byte for this long
+    connect_timeout_s: float = 5.0  # for a peer's first answer; on Ascend, the link's own time comes after it
     qos: int | None = None  # class of traffic on Ascend; None: CANN's
 
 

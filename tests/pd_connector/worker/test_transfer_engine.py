@@ -77,7 +77,7 @@ def test_a_recipes_class_of_traffic_reaches_the_engine(model: Path, monkeypatch:
     settings = {"host": "127.0.0.1", "protocol": "tcp", "qos_priority": 3}
     config = a_config(model, "kv_producer", "fail", **settings)
     ConnectorWorker(config, CACHES, parsed := parse_config(settings), StatsRecorder())._make_engine(parsed)
-    assert made[0].native.qos == 3
+    assert made[0].qos == 3
 
 
 @pytest.mark.parametrize("host", ["203.0.113.7", "2001:db8::7", "no-such-host.invalid"])

@@ -412,9 +412,9 @@ def test_a_listener_with_the_number_of_a_file_that_was_closed_meanwhile_is_found
     def none_new(path: str) -> list[str]:
         return files(path) if path != mooncake_native._FILES else [str(number) for number in range(1000)]
 
-    usual = NativeEngine(MooncakeOptions("127.0.0.1").native)
+    usual = NativeEngine(MooncakeOptions("127.0.0.1"))
     monkeypatch.setattr(os, "listdir", none_new)
-    native = NativeEngine(MooncakeOptions("127.0.0.1").native)
+    native = NativeEngine(MooncakeOptions("127.0.0.1"))
     for each in (usual, native):
         found = []
         for listener in each._listeners():
@@ -432,7 +432,7 @@ from transfer.engine.mooncake_native import NativeEngine
 engines = []
 try:
     while len(engines) < 11:
-        engines.append(NativeEngine(MooncakeOptions("127.0.0.1").native))
+        engines.append(NativeEngine(MooncakeOptions("127.0.0.1")))
 except Exception as error:
     print(len(engines), type(error).__name__, error)
 for each in engines:

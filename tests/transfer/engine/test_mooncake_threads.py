@@ -61,7 +61,7 @@ def test_an_engine_that_was_refused_a_thread_is_never_destroyed(monkeypatch: pyt
     monkeypatch.setattr(mooncake_native, "load", lambda options: Refused)
     before = OpenResources.now()
     with pytest.raises(EngineStartError, match=r"no thread left \(Resource temporarily unavailable\).*podPidsLimit"):
-        NativeEngine(MooncakeOptions("127.0.0.1").native)
+        NativeEngine(MooncakeOptions("127.0.0.1"))
     gc.collect()
     assert not destroyed
     assert before.is_all
