@@ -331,7 +331,7 @@ class ConnectorWorker:
 
     def _readable_host(self, host: HostPool, geometry: WorkerGeometry) -> WorkerGeometry | None:
         """Return the slots of host memory as peers may read them; None if they may not."""
-        if not self._shows_host:
+        if not (self._role.is_read and self._uses_host):
             return None
         try:
             return host.geometry(geometry)
@@ -357,7 +357,7 @@ class ConnectorWorker:
             return
         region = self._host.region
         staging: tuple[Region, ...] = ()
-        if self._lands:
+        if self._role.consumes:  # prompts are pulled there
             self._landing_reads = host_reader(self._config, (region,))
             staging = self._landing_reads.regions
         try:
@@ -374,16 +374,6 @@ class ConnectorWorker:
     def _uses_host(self) -> bool:
         """Whether transfers begin or end in this worker's host memory."""
         return self._config.host_transfers != "off"
-
-    @property
-    def _shows_host(self) -> bool:
-        """Whether peers may read it."""
-        return self._role.is_read and self._uses_host
-
-    @property
-    def _lands(self) -> bool:
-        """Whether prompts are pulled there."""
-        return self._role.consumes and self._uses_host
 
     @property
     def _tries_canaries(self) -> bool:
