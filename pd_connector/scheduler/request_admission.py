@@ -92,7 +92,8 @@ class RequestAdmission(SchedulerRole):
         self._freed: set[str] = set()  # those of them whose blocks vLLM has freed
         self._holds = False  # whether a request was told to wait in this step
         self._holds_prefills = False  # in this step: those behind the first one that is held wait too
-        self._wants_blocks = False
+        #: Whether the last step ended with requests that were not given blocks, or were told to wait for them.
+        self.wants_blocks = False
         self._is_short = False  # whether the last step ended with a request that was not given blocks
         self._stalled_since: float | None = None  # when requests began to wait without any of them getting blocks
 
@@ -134,16 +135,11 @@ class RequestAdmission(SchedulerRole):
         """Note that a request holds blocks into which tokens arrive, from host memory or from a prefill engine."""
         self._loading.add(request.request_id)
 
-    @property
-    def wants_blocks(self) -> bool:
-        """Whether the last step ended with requests that were not given blocks, or were told to wait for them."""
-        return self._wants_blocks
-
     def step_orders(self, scheduled: Mapping[str, int]) -> Orders:
         """Let a lease give way if requests wait for blocks, see above. Returns no orders."""
         needed = self._needed_blocks()
         self._is_short = needed > 0 and not self._demand.has_room(needed)
-        self._wants_blocks = self._is_short or self._holds
+        self.wants_blocks = self._is_short or self._holds
         if not (self._is_short or self._holds):
             self._stalled_since = None
         elif self._stalled_since is None:

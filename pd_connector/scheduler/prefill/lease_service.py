@@ -102,7 +102,8 @@ class LeaseService(Generic[Held]):
         self._max_model_len = max_model_len
         self._workers: tuple[WorkerGeometry, ...] = ()
         self._groups: tuple[CacheGroup, ...] = ()  # of the first of them
-        self._layers: tuple[tuple[str, ...], ...] = ()
+        #: Names of each cache group's layers, over all workers; empty if one holds all and keeps every token.
+        self.layers: tuple[tuple[str, ...], ...] = ()
         self._host_workers: tuple[WorkerGeometry, ...] = ()
 
     def set_workers(
@@ -126,7 +127,7 @@ class LeaseService(Generic[Held]):
         self._workers, self._host_workers = workers, host
         self._groups = workers[0].groups if workers else ()
         has_one_for_all = len(self._groups) == 1 and not (self._groups[0].window or self._groups[0].chunk)
-        self._layers = () if has_one_for_all else tuple(tuple(sorted(each)) for each in layers_by_group(workers))
+        self.layers = () if has_one_for_all else tuple(tuple(sorted(each)) for each in layers_by_group(workers))
         self.checksums.set_workers(len(workers))
         self.transfers.set_groups([retention_in(group) for group in self._groups], self.layers)
 
@@ -280,11 +281,6 @@ class LeaseService(Generic[Held]):
     def block_tokens(self) -> tuple[int, ...]:
         """Block size of each cache group, in tokens; empty until the workers are known."""
         return tuple(group.block_tokens for group in self._groups)
-
-    @property
-    def layers(self) -> tuple[tuple[str, ...], ...]:
-        """Names of each cache group's layers, over all workers; empty if one holds all and keeps every token."""
-        return self._layers
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books balance."""
