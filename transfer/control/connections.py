@@ -105,17 +105,10 @@ class Connection:
         A process that is stopped or busy does not matter: its system acknowledges, until it has no more room. What
         this machine's own firewall keeps from leaving is outstanding: it was not sent, although the peer has room.
         """
-        info = self._info
+        info = _info(self._socket)
         if len(info) < _BYTES_RECEIVED_AT or not (_SEGMENTS.unpack_from(info, _UNACKNOWLEDGED_AT)[0] or _is_held(info)):
             return None
         return int(_BYTES.unpack_from(info, _BYTES_ACKNOWLEDGED_AT)[0])
-
-    @property
-    def _info(self) -> bytes:
-        try:
-            return self._socket.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, 256)
-        except OSError:  # a sandbox that has no such call
-            return b""
 
 
 def bytes_received_by(descriptor: int) -> int:
@@ -144,11 +137,16 @@ def _count_by(descriptor: int, at: int) -> int:
 
 
 def _count(connection: sockets.socket, at: int) -> int:
+    info = _info(connection)
+    return int(_BYTES.unpack_from(info, at)[0]) if len(info) >= at + _BYTES.size else 0
+
+
+def _info(connection: sockets.socket) -> bytes:
+    """Return what the system tells of a connection, less or nothing if it does not."""
     try:
-        info = connection.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, _BYTES_RECEIVED_AT + _BYTES.size)
-        return int(_BYTES.unpack_from(info, at)[0])
-    except (OSError, struct.error):  # no connection, or a system that does not tell
-        return 0
+        return connection.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, 256)
+    except OSError:  # no connection, or a sandbox that has no such call
+        return b""
 
 
 def _is_held(info: bytes) -> bool:
