@@ -13,7 +13,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -209,17 +209,15 @@ def _serve(parent: Connection, start: Callable[[], Served]) -> None:
         parent.recv()
 
 
-@contextmanager
-def serve_apart(config: ConnectorConfig) -> Iterator[str]:
-    """Yield the address of a listener in a process of its own, on ports that the system chooses.
+def serve_apart(config: ConnectorConfig) -> AbstractContextManager[str]:
+    """Return a context with the address of a listener in a process of its own, on ports that the system chooses.
 
     Over Ascend, it is that of a transfer engine alone.
 
     Raises:
         CheckFailed: it does not start.
     """
-    with serving_apart(partial(_start, config.model_copy(update={"port": 0})), config.protocol) as address:
-        yield address
+    return serving_apart(partial(_start, config.model_copy(update={"port": 0})), config.protocol)
 
 
 @contextmanager
