@@ -3,7 +3,7 @@
 Does not keep, compare or send them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -73,12 +73,8 @@ def _sum_rows(
     first_run = first // run
     sums = np.zeros((-(-end // run) - first_run + 1, len(plane.layers), plane.heads), np.uint64)
     starts = np.arange(first // plane.block_tokens * plane.block_tokens, end, plane.block_tokens, dtype=np.int64)
-    blocks = kernel_blocks(plane, group_rows, table, starts)
-    starts, blocks = starts[blocks >= 0], blocks[blocks >= 0]
-    step = max(1, CHUNK_BYTES // max(1, plane.block_bytes))
-    for chunk in range(0, len(blocks), step):
-        view = read(plane, blocks[chunk : chunk + step])
-        _add(view, starts[chunk : chunk + step], (first, end), (run, first_run), sums[1:])
+    for held, view in held_blocks(plane, group_rows, table, starts, read):
+        _add(view, held, (first, end), (run, first_run), sums[1:])
     return PlaneSums(run, first_run, np.cumsum(sums, axis=0, dtype=np.uint64), plane.tokens)
 
 
@@ -104,8 +100,10 @@ def warm_up(planes: Sequence[Plane]) -> None:
         _add(ReadableBlocks(plane, nothing), nothing, (0, 0), (1, 0), np.zeros((1, 1, 1), np.uint64))
 
 
-def kernel_blocks(plane: Plane, group_tokens: int, table: BlockTable, starts: Int64Array) -> Int64Array:
-    """Return the plane's blocks that begin at ``starts``, -1 where the table has a hole.
+def held_blocks(
+    plane: Plane, group_tokens: int, table: BlockTable, starts: Int64Array, read: BlockReader
+) -> Iterator[tuple[Int64Array, ReadableBlocks]]:
+    """Read the plane's blocks that begin at ``starts``, some at a time; yield their starts with them. Leave out holes.
 
     Starts are places among the tokens that the plane holds: these tokens, if it holds all.
     """
@@ -117,11 +115,13 @@ def kernel_blocks(plane: Plane, group_tokens: int, table: BlockTable, starts: In
             f"{int(starts[0])} to {int(starts[-1])}"
         )
     ids = table.block_ids[entries]
+    starts, ids = starts[ids >= 0], ids[ids >= 0]
     blocks = ids * (rows // plane.block_tokens) + starts % rows // plane.block_tokens
-    blocks = np.where(ids < 0, -1, blocks)
     if len(blocks) and int(blocks.max()) >= plane.blocks:
         raise PlanError(f"block {int(blocks.max())} does not exist: part {plane.part!r} has {plane.blocks} blocks")
-    return blocks
+    step = max(1, CHUNK_BYTES // max(1, plane.block_bytes))
+    for chunk in range(0, len(blocks), step):
+        yield starts[chunk : chunk + step], read(plane, blocks[chunk : chunk + step])
 
 
 def _add(

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from layout.geometry import Plane
 from layout.plan import BlockTable
-from transfer.copies.checksums.block_checksums import CHUNK_BYTES, BlockReader, ReadableBlocks, in_place, kernel_blocks
+from transfer.copies.checksums.block_checksums import BlockReader, ReadableBlocks, held_blocks, in_place
 
 UInt8Array = npt.NDArray[np.uint8]
 
@@ -49,18 +49,15 @@ def read_values(
     first, last = plane.tokens.before(np.array([first_token, end_token])).tolist()
     begin, end = (-(-first // size), last // size) if plane.packing else (first // size, -(-last // size))
     starts = np.arange(begin, max(begin, end), dtype=np.int64) * size
-    blocks = kernel_blocks(plane, group_tokens, table, starts)
-    starts, blocks = starts[blocks >= 0], blocks[blocks >= 0]
     tokens = max(0, end_token - first_token)
     values = PlaneValues(
         first_token,
         np.zeros((len(plane.layers), tokens, plane.heads, plane.content * plane.item_size), np.uint8),
         np.zeros(tokens, np.bool_),
     )
-    step = max(1, CHUNK_BYTES // max(1, plane.block_bytes))
-    for chunk in range(0, len(blocks), step):
-        rows = _rows(read(plane, blocks[chunk : chunk + step]))
-        for number, start in enumerate(starts[chunk : chunk + step].tolist()):
+    for held, view in held_blocks(plane, group_tokens, table, starts, read):
+        rows = _rows(view)
+        for number, start in enumerate(held.tolist()):
             low, high = max(start, first), min(start + size, last)
             wanted = plane.tokens.tokens_at(np.arange(low, high)) - first_token
             values.data[:, wanted] = rows[:, number, low - start : high - start]

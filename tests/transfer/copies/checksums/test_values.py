@@ -16,7 +16,7 @@ from layout.plan import BlockTable, PlanError
 from tests.support.layout.oracle import LAYOUTS, WHOLE_HEADS, Engine, Extra, Items, Model, Rank, Table
 from tests.support.layout.ranks import a_rank, planes_of, reader_of
 from tests.support.layout.strategies import engines, models, thorough
-from transfer.copies.checksums import values
+from transfer.copies.checksums import block_checksums
 from transfer.copies.checksums.block_checksums import ReadableBlocks, in_place
 from transfer.copies.checksums.device_reader import DeviceReader
 from transfer.copies.checksums.values import PlaneValues, read_values
@@ -121,7 +121,7 @@ def plane(memory: Items) -> Plane:
 
 def test_memory_is_read_in_pieces(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = read_values(plane, 32, BlockTable.of([3, 1, 0, 2]), 5, 128)
-    monkeypatch.setattr(values, "CHUNK_BYTES", 3 * plane.block_bytes)
+    monkeypatch.setattr(block_checksums, "CHUNK_BYTES", 3 * plane.block_bytes)
     read: list[int] = []
 
     def reader(plane: Plane, blocks: Int64Array) -> ReadableBlocks:
