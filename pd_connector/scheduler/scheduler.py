@@ -149,9 +149,8 @@ class ConnectorScheduler:
         self._readers = Readers() if READERS in (config.peers or ()) and self._role.produces else None
         self._consumer = self._make_consumer(keys, kv_cache_config) if self._role.consumes else None
         self._spans = lease_spans(vllm_config)
-        on_end = None if self._spans is None else self._spans.ended
         leases: LeaseTable[Leased] = LeaseTable(
-            config.lease_ttl_s, clock, limits.max_lease_age_s, on_end, config.claim_timeout_s
+            config.lease_ttl_s, clock, limits.max_lease_age_s, config.claim_timeout_s
         )
         self._admission = self._make_admission(leases)
         self._add_roles(leases, keys)

@@ -75,7 +75,7 @@ class LeaseService(Generic[Held]):
             leases_ended: called on any thread, possibly repeatedly, when ``leases.collect`` would return something.
             verify: whether to take checksums of what is leased.
             max_model_len: that this engine serves, for those that read; 0: unknown.
-            spans: is told of every lease that is granted; None if tracing is off.
+            spans: is told of every lease that is granted, and that ends; None if tracing is off.
             writes_late: whether leases may be granted before all that they hold is written.
             prompts: knows their media and adapters; None if these are not to be compared.
             readers: remember who has read what; None if nobody asks them.
@@ -88,6 +88,9 @@ class LeaseService(Generic[Held]):
         self.engine_id = uuid.uuid4().hex
         self.leases = leases
         self.checksums = ChecksumTable(leases.still_valid, enabled=verify)
+        leases.on_end.append(self.checksums.ended)
+        if spans is not None:
+            leases.on_end.append(spans.ended)
         self.transfers = Transfers(leases.ttl_s, remembered_s=leases.unclaimed_s)
         #: Called on any thread with the ids of transfers of which there is news.
         self.notify: Callable[..., None] = lambda *transfer_ids: None

@@ -134,7 +134,6 @@ class LeaseTable(Generic[Held]):
         ttl_s: float,
         clock: Callable[[], float],
         max_age_s: float = math.inf,
-        on_end: Callable[[str, LeaseEnd], None] | None = None,
         unclaimed_s: float = 0.0,
     ) -> None:
         """Start without leases.
@@ -143,12 +142,12 @@ class LeaseTable(Generic[Held]):
             ttl_s: time for which a lease is renewed.
             clock: a monotonic clock, in seconds.
             max_age_s: time after which a lease expires although it is renewed.
-            on_end: is called with the id of every lease that was granted and has ended, and how, on whichever thread
-                ends it. It must be quick, and must not call this table.
             unclaimed_s: time for which a lease is granted, before the first word of a reader; ``ttl_s`` if that is
                 longer.
         """
-        self._on_end = on_end
+        #: Called with the id of every lease that was granted and has ended, and how, on whichever thread ends it. They
+        #: must be quick, and must not call this table.
+        self.on_end: list[Callable[[str, LeaseEnd], None]] = []
         self.ttl_s, self.unclaimed_s = ttl_s, max(ttl_s, unclaimed_s)
         self._max_age_s = max_age_s
         self._clock = clock
@@ -477,5 +476,5 @@ class LeaseTable(Generic[Held]):
         self._past[lease_id] = _PastLease(how, lease.contents, lease.place, lease.readers, forget_at)
         self._ended.append(lease.held)
         self._events[how.value] += 1
-        if self._on_end is not None:
-            self._on_end(lease_id, how)
+        for on_end in self.on_end:
+            on_end(lease_id, how)

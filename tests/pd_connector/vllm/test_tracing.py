@@ -83,7 +83,7 @@ def test_a_pull_that_failed_says_why() -> None:
 def test_a_lease_is_a_span_until_it_ends_however_it_does(how: str) -> None:
     traced, clock = Traced(), ManualClock()
     spans = LeaseSpans(traced.tracer)
-    leases: LeaseTable[str] = LeaseTable(10.0, clock, on_end=spans.ended)
+    leases: LeaseTable[str] = LeaseTable(10.0, clock)
     service: LeaseService[str] = LeaseService(leases, IDENTITY, 1, spans=spans)
     request = FakeRequest("r", a_prompt(70), trace_headers={"traceparent": HEADER})
     params = service.grant(request, THEIRS, "r", ("127.0.0.1", 1))

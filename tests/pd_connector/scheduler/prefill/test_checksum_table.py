@@ -24,9 +24,15 @@ class Leases:
     """Those that have not ended."""
 
     valid: set[str] = field(default_factory=set)
+    looked_at: int = 0
 
     def still_valid(self, lease_ids: Iterable[str]) -> frozenset[str]:
+        self.looked_at += 1
         return frozenset(lease_ids) & self.valid
+
+    def end(self, book: ChecksumTable, lease_id: str) -> None:
+        self.valid.remove(lease_id)
+        book.ended(lease_id)
 
 
 @pytest.fixture
@@ -105,7 +111,7 @@ def test_a_second_report_changes_nothing(book: ChecksumTable) -> None:
 def test_a_lease_that_ends_while_its_checksums_are_taken_is_forgotten(book: ChecksumTable, leases: Leases) -> None:
     order_a(book)
     book.add(a_report())
-    leases.valid.remove("a")
+    leases.end(book, "a")
     assert ask(book).reason == NoChecksums.UNKNOWN
     assert not book.wants_step
     book.add(a_report(worker=1))
@@ -116,8 +122,61 @@ def test_a_lease_that_ends_while_its_checksums_are_taken_is_forgotten(book: Chec
 def test_a_lease_that_ends_before_its_order_is_taken_is_not_summed(book: ChecksumTable, leases: Leases) -> None:
     book.order(an_order("a"))
     book.order(an_order("b"))
-    leases.valid.remove("a")
+    leases.end(book, "a")
     assert book.take_orders() == (an_order("b"),)
+
+
+def test_a_lease_that_ends_before_it_is_ordered_is_not_summed(book: ChecksumTable, leases: Leases) -> None:
+    leases.end(book, "a")
+    book.order(an_order("a"))
+    assert book.take_orders() == ()
+    assert not book.wants_step
+    assert ask(book).reason == NoChecksums.UNKNOWN
+
+
+def test_a_step_looks_for_the_end_of_no_lease(book: ChecksumTable, leases: Leases) -> None:
+    """There may be thousands, and whoever renews them would wait."""
+    order_a(book)
+    looked_at = leases.looked_at
+    assert book.take_orders() == ()
+    assert book.wants_step
+    assert leases.looked_at == looked_at
+
+
+def test_what_workers_have_not_begun_waits_where_the_end_of_its_lease_drops_it(
+    book: ChecksumTable, leases: Leases
+) -> None:
+    ids = [f"lease{number}" for number in range(100)]
+    leases.valid |= {*ids}
+    for lease_id in ids:
+        book.order(an_order(lease_id))
+    under_way = [order.lease_id for order in book.take_orders()]
+    assert under_way == ids[: len(under_way)] != ids
+    for lease_id in ids[:-1]:
+        leases.end(book, lease_id)
+        assert book.take_orders() == (), "the workers have enough to do, whether it is of use or not"
+        assert book.wants_step
+    for worker in (0, 1):
+        assert book.take_orders() == ()
+        book.add(a_report(under_way[0], worker))
+    assert book.take_orders() == (an_order(ids[-1]),)
+    for worker in (0, 1):
+        assert book.wants_step
+        book.add(a_report(ids[-1], worker))
+    assert not book.wants_step, "nobody waits for what is under way still"
+
+
+def test_other_workers_carry_nothing_out_that_the_ones_before_were_ordered(book: ChecksumTable, leases: Leases) -> None:
+    ids = [f"lease{number}" for number in range(100)]
+    leases.valid |= {*ids}
+    for lease_id in ids:
+        book.order(an_order(lease_id))
+    while (orders := book.take_orders()) != ():
+        for order in orders:
+            leases.end(book, order.lease_id)
+        book.set_workers(2)
+        book.check_integrity()
+    assert not book.wants_step
 
 
 def test_what_a_worker_could_not_read_is_said(book: ChecksumTable) -> None:
@@ -178,6 +237,18 @@ def test_an_expired_lease_has_no_checksums() -> None:
     clock.advance(30.0)
     assert service.handle(asked) == Checksummed(reason=NoChecksums.UNKNOWN)
     service.check_integrity()
+
+
+def test_the_checksums_of_a_lease_end_with_it() -> None:
+    service, _ = a_service(verify=True)
+    service.checksums.set_workers(1)
+    lease_ids = [
+        service.grant(FakeRequest(name, a_prompt(70)), ([1, 2],), name, ("host", 1))["lease_id"] for name in "ab"
+    ]
+    service.leases.cancel(lease_ids[:1])
+    assert [order.lease_id for order in service.checksums.take_orders()] == lease_ids[1:]
+    service.leases.cancel(lease_ids[1:])
+    assert not service.checksums.wants_step
 
 
 def test_an_engine_that_takes_none_says_so() -> None:

@@ -164,6 +164,7 @@ def test_a_lease_stays_until_every_rank_has_taken_its_checksums() -> None:
     engine.checksums.set_workers(SETUP.ranks)
     assert engine.prefill("lease", 0)
     engine.checksums.order(ChecksumOrder("lease", engine.tables["lease"], TOKENS - 1))
+    assert len(engine.checksums.take_orders()) == 1
     engine.is_short = True
     for rank in range(SETUP.ranks):
         engine.step()
