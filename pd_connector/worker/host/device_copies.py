@@ -1,13 +1,14 @@
 """Copies between the device and this rank's part of every host block.
 
 An order is submitted once, when it arrives, and kept with its handle until the copy ends, however many steps that
-takes. Everything here runs on the model's thread; only ``settle`` and ``close`` block. The copiers' threads move the
-bytes; only handles pass between threads.
+takes. Everything here runs on the model's thread; only ``settle`` and ``close`` block. The copiers' threads make the
+descriptors, which takes long for many, and move the bytes; only handles pass between threads.
 """
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from layout.copies import Copies
 from layout.geometry import Region
@@ -36,7 +37,6 @@ class CopyEnd:
 class _InFlight:
     handle: Handle
     blocks: int
-    copied_bytes: int
     started: float
 
 
@@ -122,14 +122,13 @@ class HostCopies:
     def _submit(self, describe: Callable[..., Copies], copier: BatchCopier, order: LoadOrder | StoreOrder) -> _InFlight:
         started, moves = time.monotonic(), order.moves
         bounds = self._load_bounds if isinstance(order, LoadOrder) else self._store_bounds
+        copies = partial(describe, self._pool, moves.groups, moves.blocks, moves.slots)
         try:
-            copies = describe(self._pool, moves.groups, moves.blocks, moves.slots)
             handle = copier.submit(copies, self._record_event(), bounds)
-        except (CopyFailed, IndexError, ValueError) as error:
+        except CopyFailed as failure:
             handle = Handle()
-            handle.failed(CopyFailed(f"the copy could not be started: {error}", settled=True))
-            return _InFlight(handle, len(moves), 0, started)
-        return _InFlight(handle, len(moves), copies.total_bytes, started)
+            handle.failed(failure)
+        return _InFlight(handle, len(moves), started)
 
 
 def _poll(copy: _InFlight) -> tuple[CopyEnd | None, bool]:
@@ -140,4 +139,4 @@ def _poll(copy: _InFlight) -> tuple[CopyEnd | None, bool]:
     except CopyFailed as failure:
         return CopyEnd(copy.blocks, 0, time.monotonic() - copy.started, str(failure)), failure.settled
     assert copy.handle.ended_at is not None
-    return CopyEnd(copy.blocks, copy.copied_bytes, copy.handle.ended_at - copy.started), True
+    return CopyEnd(copy.blocks, copy.handle.copied_bytes, copy.handle.ended_at - copy.started), True

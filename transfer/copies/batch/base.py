@@ -3,8 +3,8 @@
 **One direction.** A copier moves bytes in one ``Direction``, on its own thread and stream, batch after batch. Loads and
 stores therefore use two copiers, and neither queues behind the other.
 
-**Non-blocking.** ``submit`` checks the sizes, hands the batch to the copier's thread and returns; that thread builds
-and submits the descriptors, which may be thousands. ``Handle.query`` never blocks either.
+**Non-blocking.** ``submit`` hands the batch to the copier's thread and returns; that thread submits the descriptors,
+which may be a million, and makes them if it is given a function. ``Handle.query`` never blocks either.
 
 **Explicit order.** A batch starts after the device event given as ``after``, recorded after the sources were written
 (and the destinations last used). Copies inside a batch are unordered and must not overlap.
@@ -66,6 +66,7 @@ class Handle:
     def __init__(self) -> None:
         self._begun = ThreadEvent()  # set once the copier's thread has set the attributes below
         self._end: DeviceEvent | None = None  # None: nothing is in flight
+        self.copied_bytes = 0  # of all descriptors, once ``query`` has returned True
         #: When the last byte landed, by ``time.monotonic``; on a device, the first ``query`` after that.
         self.ended_at: float | None = None
         self._failure: CopyFailed | None = None

@@ -5,6 +5,7 @@ Knows nothing of devices. A failure on the thread goes to the handle of its batc
 
 import logging
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Self
@@ -17,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    copies: Copies
+    copies: Copies | Callable[[], Copies]
     after: DeviceEvent | None
     handle: Handle
     within: CopyBounds | None = None
@@ -45,17 +46,24 @@ class BatchCopier:
             self._thread.join()
             raise CopierStartError(f"{name} cannot start: {self._start_error}") from self._start_error
 
-    def submit(self, copies: Copies, after: DeviceEvent | None = None, within: CopyBounds | None = None) -> Handle:
+    def submit(
+        self,
+        copies: Copies | Callable[[], Copies],
+        after: DeviceEvent | None = None,
+        within: CopyBounds | None = None,
+    ) -> Handle:
         """Start a batch once ``after`` has completed; None means that sources and destinations are ready now.
 
         An event must be recorded before this call, which any thread may make. Sizes of zero are allowed and move
-        nothing. Without ``within``, the caller must make sure that the addresses are valid.
+        nothing. Without ``within``, the caller must make sure that the addresses are valid. A function that makes the
+        copies is called on the copier's thread; whatever it raises fails the batch, and nothing of it was copied.
 
         Raises:
             ValueError: a size is negative. Nothing was started.
             CopyFailed: the copier is closed.
         """
-        copies.check_sizes()
+        if isinstance(copies, Copies):
+            copies.check_sizes()
         handle = Handle()
         with self._submitting:
             if self._closing.is_set():
@@ -97,14 +105,18 @@ class BatchCopier:
             logger.exception("%s: the device failed before its last copies had ended", self._thread.name)
 
     def _begin(self, batch: _Batch) -> None:
+        settled = True  # until the backend has been given something
         try:
             if self._closing.is_set():
                 raise CopyFailed("the copier was closed before this batch began; nothing was copied", settled=True)
+            copies = batch.copies if isinstance(batch.copies, Copies) else batch.copies()
+            copies.check_sizes()
             if batch.within is not None:
-                batch.within.check(batch.copies)
-            batch.handle.begun(self._backend.start(batch.copies, batch.after))
+                batch.within.check(copies)
+            batch.handle.copied_bytes, settled = copies.total_bytes, False
+            batch.handle.begun(self._backend.start(copies, batch.after))
         except CopyFailed as failure:
             batch.handle.failed(failure)
         except BaseException as error:  # whatever it is: otherwise the handle would never end
             logger.exception("%s: a batch could not be started", self._thread.name)
-            batch.handle.failed(CopyFailed(f"the batch could not be started: {error!r}", settled=False))
+            batch.handle.failed(CopyFailed(f"the batch could not be started: {error!r}", settled=settled))

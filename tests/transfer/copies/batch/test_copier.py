@@ -102,6 +102,40 @@ def test_the_backend_is_used_on_one_thread_only_and_not_the_callers(backend: Bac
     assert threading.get_ident() not in backend.threads
 
 
+def test_copies_are_made_on_the_copiers_thread_when_it_is_their_turn(backend: Backend, copier: BatchCopier) -> None:
+    backend.may_start.clear()
+    copier.submit(EMPTY)
+    threads: list[int] = []
+
+    def made() -> Copies:
+        threads.append(threading.get_ident())
+        return Copies(*np.full((3, 2), 7))
+
+    handle = copier.submit(made)
+    assert backend.is_starting.wait(WAIT_S)
+    assert threads == []
+    backend.may_start.set()
+    handle.wait(WAIT_S)
+    assert threads == [*backend.threads]
+    assert handle.copied_bytes == 14
+
+
+@pytest.mark.parametrize("bad", [IndexError("block 8 does not exist"), Copies(*np.full((3, 1), -1))])
+def test_copies_that_cannot_be_made_fail_their_batch_alone_and_nothing_was_copied(
+    backend: Backend, copier: BatchCopier, bad: IndexError | Copies
+) -> None:
+    def made() -> Copies:
+        if isinstance(bad, Copies):
+            return bad
+        raise bad
+
+    with pytest.raises(CopyFailed, match=r"block 8 does not exist|has a negative size") as caught:
+        copier.submit(made).wait(WAIT_S)
+    assert caught.value.settled
+    copier.submit(lambda: EMPTY).wait(WAIT_S)
+    assert [copies for copies, _ in backend.started] == [EMPTY]
+
+
 def test_batches_begin_in_the_order_of_their_submission(backend: Backend, copier: BatchCopier) -> None:
     batches = [Copies(*np.full((3, 1), i)) for i in range(50)]
     handles = [copier.submit(batch) for batch in batches]
