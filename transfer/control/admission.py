@@ -101,7 +101,7 @@ class Admission:
         return int(CHECK_INTERVAL_S * 1000) if self._connections else None
 
     def serve(self) -> None:
-        """Do what is due: admit clients, count connections, abort those above the limits."""
+        """Do what is due: admit clients, count connections, abort those above their number."""
         for event, value in self._monitor.take():
             if event == zmq.EVENT_ACCEPTED:
                 self._accepted(value)
@@ -110,6 +110,12 @@ class Admission:
             else:
                 self._failure = self._authentication_failure(event, value)
         self._answer_zap()
+
+    def cut_floods(self) -> None:
+        """Abort, if a look is due, who sends faster than is read. Call this when what had arrived has been read.
+
+        Otherwise it would be the fault of peers that this process was busy while they all sent something.
+        """
         now = time.monotonic()
         if now >= self._check_at:
             self._check_at = now + CHECK_INTERVAL_S

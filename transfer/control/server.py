@@ -254,6 +254,7 @@ class ControlServer:
         try:
             admission.serve()
             self._serve_queued(socket, admission)
+            admission.cut_floods()
             self._serve_waiting(socket)
         except Exception as error:  # a bug of this code: a peer that triggers it must not end everybody's leases
             self._warnings.warn("turn", "the control server failed and continues", error=error)

@@ -8,8 +8,10 @@ Covers: transfer.control.connections.
 import contextlib
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -17,7 +19,7 @@ import zmq
 
 from tests.support.control import zmtp
 from tests.support.control.samples import ENGINE, HELLO, WELCOME, Handler, Start, pack
-from tests.support.waiting import until
+from tests.support.waiting import WAIT_S, until
 from transfer.control import admission as admission_module
 from transfer.control import server as server_module
 from transfer.control.client import ControlClient
@@ -182,6 +184,33 @@ def test_a_connection_that_brings_complete_messages_may_bring_any_number_of_byte
             peer.send(request)
             assert peer.recv()
             time.sleep(0.01)
+    assert server.counters.admission.connections_cut == 0
+
+
+def test_what_arrived_while_the_engine_was_busy_is_no_flood(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its other threads may keep the server's from running for a while, and peers have much to ask."""
+    server = start(unread_bytes=1 << 20)
+    admission, usual = server._admission, server._turn
+    assert admission is not None
+    is_late, goes_on = threading.Event(), threading.Event()
+
+    def turn(*arguments: Any) -> None:
+        is_late.set()
+        assert goes_on.wait(WAIT_S)
+        usual(*arguments)
+
+    request = pack([PROTOCOL_VERSION, 1, {"type": "hello", "engine_id": ENGINE, "unknown": bytes(500_000)}])
+    with dealer(server, "127.0.0.2") as peer:
+        peer.send(request)
+        assert peer.recv()
+        monkeypatch.setattr(server, "_turn", turn)
+        assert is_late.wait(WAIT_S)
+        for _ in range(8):
+            peer.send(request)
+        until(lambda: max(map(bytes_received_by, admission._connections)) > 9 * 500_000)
+        admission._check_at = 0.0
+        goes_on.set()
+        assert all(peer.recv() for _ in range(8))
     assert server.counters.admission.connections_cut == 0
 
 
