@@ -32,8 +32,8 @@ class ComputedHere(StrEnum):
 
 
 #: Causes that workers find, when they read. For the others, the scheduler side refuses a pull.
-_OF_READS = {Cause.READ, Cause.TIMEOUT, Cause.CHECKSUM, Cause.UNCONFIRMED}
-REFUSALS = tuple(cause for cause in Cause if cause is not Cause.NONE and cause not in _OF_READS)
+OF_READS = frozenset({Cause.READ, Cause.TIMEOUT, Cause.CHECKSUM, Cause.UNCONFIRMED})
+REFUSALS = tuple(cause for cause in Cause if cause is not Cause.NONE and cause not in OF_READS)
 
 COUNTERS = {
     "pulls": "Pulls that succeeded, counted on every rank.",

@@ -37,7 +37,7 @@ from pd_connector.params import RemotePrefill
 from pd_connector.scheduler.decode.border_states import hit_unit, reached
 from pd_connector.scheduler.decode.legs import Refused
 from pd_connector.scheduler.scheduler_role import SchedulerRole, ended
-from pd_connector.stats import StatsRecorder
+from pd_connector.stats import OF_READS, StatsRecorder
 from pd_connector.vllm.cache_specs import Retention
 from pd_connector.vllm.device_blocks import DeviceBlocks
 from pd_connector.vllm.requests import adapter
@@ -64,7 +64,7 @@ _MAX_VERDICTS = 65_536
 _OF_THE_ENGINE = frozenset({Cause.UNREACHABLE, Cause.DENIED, Cause.REFUSED, Cause.INCOMPATIBLE})
 
 #: Those that may take long, and come again with the next request: nobody is to wait for one such canary after another.
-_SLOW = frozenset({Cause.READ, Cause.TIMEOUT, Cause.UNCONFIRMED, Cause.INTERNAL})
+_SLOW = OF_READS | {Cause.INTERNAL}
 
 
 @dataclass(frozen=True, slots=True)

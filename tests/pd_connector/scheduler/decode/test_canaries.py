@@ -314,7 +314,7 @@ def test_after_a_canary_that_could_not_be_pulled_the_next_one_serves(cause: Caus
     assert d.counted() == {"canaries:failed": 1}
 
 
-@pytest.mark.parametrize("cause", [Cause.READ, Cause.TIMEOUT, Cause.UNCONFIRMED, Cause.INTERNAL])
+@pytest.mark.parametrize("cause", [Cause.READ, Cause.TIMEOUT, Cause.UNCONFIRMED, Cause.CHECKSUM, Cause.INTERNAL])
 def test_nobody_waits_for_one_canary_after_another_that_fails_slowly(cause: Cause) -> None:
     d = ProvingDecode()
     first, others = d.add("first"), [d.add(name) for name in ("second", "third")]
