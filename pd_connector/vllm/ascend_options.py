@@ -116,11 +116,14 @@ def check_computes_prompts(vllm_config: "VllmConfig") -> None:
         raise UnsupportedError(reason)
     for name, layer in vllm_config.compilation_config.static_forward_context.items():
         impl: Any = getattr(layer, "impl", None)  # other implementations compute prompts without these weights
-        if getattr(impl, "fa_quant_layer", False) is True and not getattr(impl, "support_fp8_attention", True):
+        # vllm-ascend 0.23 has no such attribute. It takes FP8 on the same devices, where there are none INT8.
+        has_fp8 = getattr(impl, "support_fp8_attention", str(getattr(impl, "dtype", "")) != "torch.int8")
+        if getattr(impl, "fa_quant_layer", False) is True and not has_fp8:
             raise UnsupportedError(
                 f"--kv-cache-dtype {vllm_config.cache_config.cache_dtype}: on this device, vllm-ascend quantises the "
                 f"cache of {name} on decode engines only, and in an order (NZ) in which it writes no prompts. "
-                f"{_COMPUTES}. Start both sides without --kv-cache-dtype"
+                f"{_COMPUTES}. Start both sides without --kv-cache-dtype; with vllm-ascend 0.23, serve a checkpoint "
+                "without fa_quant_type"
             )
         if type(impl).__name__ == "AscendMLAImpl" and getattr(getattr(impl, "q_proj", None), "weight", impl) is None:
             raise UnsupportedError(

@@ -148,6 +148,8 @@ def check_served(group: "KVCacheGroupSpec", spec: Any, layer: str) -> None:
         _check_states(spec, layer)
         return
     tokens = _tokens_per_row(spec)
+    if tokens != 1 and not current().serves_states:
+        _refuse(layer, kind, "whose rows stand for several tokens: served with vLLM 0.30 and later only")
     if not isinstance(tokens, int) or tokens < 1 or int(spec.block_size) % tokens:
         _refuse(
             layer, kind, f"whose blocks of {spec.block_size} tokens have no whole number of rows of {tokens} tokens"

@@ -105,7 +105,7 @@ def prefill_is_complete(request: "Request") -> bool:
 def tokens_under_way(request: "Request") -> int | None:
     """Return how many tokens of a request steps work on whose output vLLM has not taken; None if it does not count.
 
-    The step that is being scheduled is not counted. vLLM counts since 0.30.
+    The step that is being scheduled is not counted. vLLM counts since 0.30, vllm-ascend since 0.23.
     """
     number = getattr(request, "num_in_flight_tokens", None)
     return None if number is None else int(number)

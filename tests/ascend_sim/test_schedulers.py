@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.ascend import preempted_requests
+from tests.support.ascend import preempted_requests, scarce_blocks
 from tests.support.ascend.device_process import on_device
 from tests.support.ascend.engine_process import output_of, output_of_start
 from tests.support.ascend.paths import ascend_release
@@ -78,6 +78,30 @@ def test_the_recompute_scheduler_lets_preempted_requests_come_back(
     assert bool(found["loaded"]) is bool(host_blocks)
     assert found["together"] == found["alone"]
     assert all(end == ["length", None] for _, *end in found["together"])
+
+
+@pytest.mark.parametrize(
+    ("role", "options", "scheduler"),
+    [
+        ("kv_producer", {}, "BalanceScheduler"),
+        ("kv_both", {"enable_balance_scheduling": True}, "BalanceScheduler"),
+        ("kv_consumer", {"recompute_scheduler_enable": True}, "RecomputeScheduler"),
+    ],
+    ids=["prefill", "balance", "decode recompute"],
+)
+def test_requests_that_hold_all_blocks_and_lack_some_do_not_wait_for_each_other(
+    tmp_path: Path, role: str, options: dict[str, bool], scheduler: str
+) -> None:
+    """Prompts that host memory holds in part, and answers, which may begin a block each."""
+    model, host_bytes = write_model(tmp_path / "model", DEFAULT_MODEL), 64 * block_bytes(DEFAULT_MODEL)
+    status, output = output_of(scarce_blocks.__name__, str(model), str(host_bytes), role, json.dumps(options))
+    assert status == 0, output[-4000:]
+    found = json.loads(output.rpartition("FOUND ")[2].splitlines()[0])
+    assert scheduler in found["scheduler"]
+    assert found["loaded"] == [2, 6]
+    assert [len(tokens) for tokens in found["first tokens"]] == [1, 1]
+    assert [len(tokens) for tokens in found["together"]] == [64, 64, 64]
+    assert found["together"] == found["alone"]
 
 
 @pytest.mark.ascend_short

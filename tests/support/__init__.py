@@ -65,6 +65,7 @@ Real vllm-ascend on simulated NPUs (``tests/ascend_sim``):
     ascend.kernel_build     compiles the simulated runtime and the host kernels, where they are out of date
     ascend.paths            where things are in that environment
     ascend.preempted_requests  requests that take blocks from each other under vllm-ascend's recompute scheduler
+    ascend.scarce_blocks    requests that hold all blocks of an engine, and each lack one
     ascend.servers          the sets of servers that tests share
     ascend.drafting_servers  such sets of servers that draft tokens
     ascend.transport_servers  such sets over Mooncake's own transport for Ascend

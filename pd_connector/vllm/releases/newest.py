@@ -39,7 +39,7 @@ class VllmRelease:
     declares_layouts = True
     #: Whether vLLM collects the scheduler side's statistics in steps in which workers have none.
     collects_scheduler_stats = True
-    #: Whether states of recurrent layers are served: earlier releases lay them out in another way.
+    #: Whether states of recurrent layers and compressed caches are served: earlier releases lay them out otherwise.
     serves_states = True
     #: Whether context parallelism is served: earlier releases share tokens among prefill ranks, too.
     serves_context_parallel = True

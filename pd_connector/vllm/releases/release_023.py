@@ -5,6 +5,7 @@ block ids, which it can look up for models with one KV cache group only. With se
 same block twice. ``hook`` adds what is missing to vLLM's classes. Nothing else in vLLM is changed.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import wraps
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 #: The attribute of a block pool that ``hook`` adds: the manager that it belongs to.
 _MANAGER = "_pd_connector_cache_manager"
+#: The attribute of a cache manager that ``hook`` adds: requests into which tokens are loaded, or were.
+_LOADED = "_pd_connector_loaded"
 
 
 class Release023(Release030):
@@ -40,7 +43,8 @@ class Release023(Release030):
         "apart",
         "a request may be preempted for blocks that a store in host memory would have freed a few steps later",
         "KV cache events do not name the session of a block's request",
-        "with both legs at once, what requests of the last steps have in P's prefix cache is pulled after a step of P",
+        "with both legs at once, except on NPU, what requests of the last steps have in P's prefix cache is pulled "
+        "after a step of P",
         *Release030.limits,
     )
     fails_by_request = False
@@ -71,9 +75,15 @@ class Release023(Release030):
         from vllm.v1.core.sched.scheduler import Scheduler  # noqa: PLC0415
 
         _wrap(KVCacheManager, "__init__", _remembered_by_its_pool)
+        _wrap(KVCacheManager, "allocate_slots", _with_room_for_what_was_loaded)
         _wrap(KVCacheCoordinator, "allocate_new_computed_blocks", _with_hits_of_all_groups_in_use)
         _wrap(Scheduler, "has_finished_requests", _or_connector_wants_step)
         _wrap(Scheduler, "_update_requests_with_invalid_blocks", _for_any_number_of_groups)
+        # On prefill engines, vllm-ascend 0.23 preempts nothing, so requests may wait for each other's blocks for ever.
+        # It fears that a prompt ends without its blocks, which is not leased here.
+        ascend: Any = sys.modules.get("vllm_ascend.patch.platform.patch_balance_schedule")
+        if hasattr(ascend, "_disable_preemption_on_prefill_node"):
+            ascend._disable_preemption_on_prefill_node = lambda vllm_config: False
 
     def cache_manager_of(self, pool: "BlockPool") -> "KVCacheManager":
         """Return the manager that a block pool belongs to.
@@ -276,6 +286,34 @@ def _with_hits_of_all_groups_in_use(allocate: Callable[..., None]) -> Callable[.
             block.ref_cnt -= 1  # the request has a reference now
 
     return allocate_new_computed_blocks
+
+
+def _with_room_for_what_was_loaded(allocate: Callable[..., Any]) -> Callable[..., Any]:
+    """Begin no load into blocks that requests lack into which others are loaded, or were.
+
+    Such requests cannot be preempted, and would wait for each other's blocks. vLLM's own scheduler says how many must
+    stay free (``reserved_blocks``); those of vllm-ascend 0.23 do not.
+    """
+
+    def allocate_slots(self: "KVCacheManager", request: "Request", *args: Any, **named: Any) -> Any:
+        if not named.get("delay_cache_blocks") or "reserved_blocks" in named:
+            return allocate(self, request, *args, **named)
+        lacking = {each: blocks for each in getattr(self, _LOADED, ()) if (blocks := _lacking_blocks(self, each))}
+        named.setdefault("full_sequence_must_fit", True)
+        blocks = allocate(self, request, *args, **named, reserved_blocks=sum(lacking.values()))
+        setattr(self, _LOADED, (*lacking, request) if blocks is not None else tuple(lacking))
+        return blocks
+
+    return allocate_slots
+
+
+def _lacking_blocks(manager: "KVCacheManager", request: "Request") -> int:
+    """Return how many blocks a request lacks for its tokens, at most; 0 if it holds none, or needs no more."""
+    held = manager.get_blocks(request.request_id).blocks
+    if request.is_finished() or not any(held):
+        return 0
+    sizes = [each.block_size for each in manager.coordinator.single_type_managers]
+    return sum(max(-(-request.num_tokens // size) - len(blocks), 0) for size, blocks in zip(sizes, held, strict=True))
 
 
 def _or_connector_wants_step(ask: Callable[["Scheduler"], bool]) -> Callable[["Scheduler"], bool]:

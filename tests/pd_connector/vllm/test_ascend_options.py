@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from pd_connector.vllm import ascend_options
 from pd_connector.vllm.ascend_options import (
@@ -184,10 +185,13 @@ def test_a_scheduler_that_takes_states_for_found_is_refused(options: dict[str, A
 
 
 @pytest.mark.parametrize("on_a5", [False, True])
-def test_a_cache_that_prompts_are_not_written_to_is_refused(on_a5: bool) -> None:
+@pytest.mark.parametrize("release", ["0.23", "0.30"])
+def test_a_cache_that_prompts_are_not_written_to_is_refused(release: str, on_a5: bool) -> None:
     engine = a_model("AscendMLAImpl", object())
     (layer, _) = engine.compilation_config.static_forward_context.values()
-    layer.impl.fa_quant_layer, layer.impl.support_fp8_attention = True, on_a5
+    layer.impl.fa_quant_layer, layer.impl.dtype = True, torch.float8_e4m3fn if on_a5 else torch.int8
+    if release == "0.30":
+        layer.impl.support_fp8_attention = on_a5
     engine.cache_config = SimpleNamespace(cache_dtype="int8")
     if on_a5:
         check_computes_prompts(engine)

@@ -91,10 +91,15 @@ def test_any_other_cache_is_refused_by_layer_kind_and_reason(spec: Any, why: str
         check(spec)
 
 
-def test_states_are_refused_on_a_release_that_lays_them_out_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_and_rows_of_several_tokens_are_refused_on_a_release_that_lays_them_out_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(cache_specs, "current", Release023)
     with pytest.raises(UnsupportedError, match=r"layer 'l' is a MambaSpec, .* served with vLLM 0\.30 and later only"):
         check(MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,)))
+    with pytest.raises(UnsupportedError, match=r"MLAAttentionSpec, whose rows stand .* with vLLM 0\.30 and later only"):
+        check(replace(MLA, tokens_per_state=4))
+    check(MLA)
 
 
 @pytest.mark.parametrize("group", [{"host_resident": True}, {"enable_kv_transfer": False}])

@@ -11,7 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.request import RequestStatus
 
 from pd_connector.scheduler.scheduler import ConnectorScheduler
 from pd_connector.vllm import engine_config
@@ -143,6 +145,75 @@ def test_every_name_that_is_wrapped_is_one_that_vllm_calls() -> None:
     Release023().hook()
     for name in ("has_finished_requests", "_update_requests_with_invalid_blocks"):
         assert getattr(AsyncScheduler, name).wrapped_by_pd_connector, name
+    assert KVCacheManager.allocate_slots.wrapped_by_pd_connector
+
+
+class Loads:
+    """A cache manager whose scheduler does not say how many blocks must stay free, as those of vllm-ascend 0.23."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.manager = make_manager(setup)
+        self.allocate = release_023._with_room_for_what_was_loaded(KVCacheManager.allocate_slots)
+
+    def begin(self, request: Any, blocks: int, **options: int) -> bool:
+        """Whether so many blocks of a request can be loaded."""
+        tokens = blocks * self.setup.sizes[0]
+        given = self.allocate(
+            self.manager, request, 0, num_external_computed_tokens=tokens, delay_cache_blocks=True, **options
+        )
+        request.num_computed_tokens = 0 if given is None else tokens
+        return given is not None
+
+    def request(self, name: str, blocks: int) -> Any:
+        return make_request(self.setup, name, range(blocks * self.setup.sizes[0]))
+
+
+def test_no_load_begins_into_blocks_that_a_request_lacks_whose_other_tokens_were_loaded() -> None:
+    loads = Loads(Setup(device_blocks=12))
+    first, second = loads.request("first", 7), loads.request("second", 7)
+    assert loads.begin(first, 2)
+    assert not loads.begin(second, 6), "five are free, and each of them lacks some"
+    third = loads.request("third", 5)
+    assert loads.begin(third, 4)
+    assert loads.allocate(loads.manager, first, 20) is not None, "all that it lacks"
+    assert loads.manager.block_pool.get_num_free_blocks() == 0
+    loads.manager.free(third)
+    assert loads.begin(loads.request("fourth", 4), 4), "nobody lacks any"
+
+
+def test_no_load_begins_of_a_request_that_lacks_more_blocks_than_are_free() -> None:
+    loads = Loads(Setup(device_blocks=12))
+    assert not loads.begin(loads.request("long", 12), 2)
+    assert loads.begin(loads.request("no longer", 11), 2)
+
+
+def test_blocks_of_all_cache_groups_stay_free() -> None:
+    loads = Loads(Setup(((4, 0), (4, 16)), device_blocks=17))
+    assert loads.begin(loads.request("first", 7), 2)
+    assert not loads.begin(loads.request("second", 3), 2), (
+        "two of each group, where twelve are free and ten are lacking"
+    )
+    assert loads.begin(loads.request("third", 3), 1)
+
+
+@pytest.mark.parametrize("how", ["aborted while it loads", "preempted"])
+def test_who_goes_leaves_the_blocks_that_it_lacks_to_others(how: str) -> None:
+    loads = Loads(Setup(device_blocks=12))
+    first, second = loads.request("first", 7), loads.request("second", 7)
+    assert loads.begin(first, 2)
+    if how == "preempted":
+        loads.manager.free(first)
+    else:
+        first.status = RequestStatus.FINISHED_ABORTED
+    assert loads.begin(second, 6)
+
+
+def test_a_scheduler_that_says_what_must_stay_free_is_left_to_itself() -> None:
+    loads = Loads(Setup(device_blocks=12))
+    assert loads.begin(loads.request("first", 7), 2)
+    assert not loads.begin(loads.request("second", 7), 6, reserved_blocks=4)
+    assert loads.begin(loads.request("second", 7), 6, reserved_blocks=0)
 
 
 # What vLLM does not do
