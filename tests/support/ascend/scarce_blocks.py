@@ -8,6 +8,7 @@ tokens were loaded of which prompts, and what the answers are, beside others and
 
 import json
 import sys
+from collections.abc import Callable
 from itertools import count
 from typing import Any
 
@@ -15,19 +16,21 @@ from tests.support.ascend.engine_process import TRANSFER_CONFIG, start_engine
 from tests.support.ascend.servers import NPU_BLOCK_SIZE
 
 DEVICE_BLOCKS = 11
-#: Blocks of each prompt that host memory holds, and that it needs besides. What is held is fewer than all blocks.
-LOADED = ((2, 5), (6, 1))
+#: Prompts that come together: blocks of each that host memory holds, and that it needs besides. In the first pair, each
+#: needs more than the other leaves; in the second, the first does, where the second finds all of its own.
+LOADED = (((5, 2), (5, 2)), ((2, 5), (6, 1)))
 #: Blocks of prompts that need all, and whose answers begin another block each.
 ANSWERED = (4, 4, 3)
 #: Where requests end, they do in fewer than a hundred.
-MOST_STEPS = 4000
+MOST_STEPS = 2000
 
 
 class Client:
     """Asks an engine in this process, and steps it."""
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine.llm_engine
+    def __init__(self, engine: Any, has_work: Callable[[], bool]) -> None:
+        """``has_work`` returns whether blocks are still being stored in host memory."""
+        self._engine, self._has_work = engine.llm_engine, has_work
         self._names = count()
 
     def ask(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
@@ -44,6 +47,8 @@ class Client:
                 break
             ended |= {each.request_id: list(each.outputs[0].token_ids) for each in self._engine.step() if each.finished}
         self._engine.abort_request([name for name in names if name not in ended])
+        while self._has_work():
+            self._engine.step()
         return [ended.get(name, []) for name in names]
 
 
@@ -63,25 +68,26 @@ def main(model: str, host_bytes: int, role: str, options: dict[str, object]) -> 
         enable_prefix_caching=True,
     )
     scheduler = engine.llm_engine.engine_core.engine_core.scheduler
-    client, loaded = Client(engine), list[int]()
-    for number, (held, _) in enumerate(LOADED):
-        client.ask([prompt(number, held * NPU_BLOCK_SIZE + 20)], 1)
-    for number in (7, 8):  # so that the device holds nothing of them
-        client.ask([prompt(number, 1000)], 1)
+    client, loaded = Client(engine, scheduler.connector.has_pending_push_work), list[int]()
     allocated = scheduler.connector.update_state_after_alloc
 
     def note(request: Any, blocks: Any, external_tokens: int) -> None:
-        loaded.append(external_tokens)
+        loaded.append(external_tokens // NPU_BLOCK_SIZE)
         allocated(request, blocks, external_tokens)
 
     scheduler.connector.update_state_after_alloc = note
-    prompts = [prompt(number, (held + lacks) * NPU_BLOCK_SIZE - 8) for number, (held, lacks) in enumerate(LOADED)]
-    first_tokens = client.ask(prompts, 1)
-    scheduler.connector.update_state_after_alloc = allocated
+    first_tokens = []
+    for pair, sizes in enumerate(LOADED):
+        for number, (held, _) in enumerate(sizes, 10 * pair):
+            client.ask([prompt(number, held * NPU_BLOCK_SIZE + 20)], 1)
+        for number in (2, 3):  # so that the device holds nothing of them
+            client.ask([prompt(10 * pair + number, 1000)], 1)
+        prompts = [prompt(each, sum(blocks) * NPU_BLOCK_SIZE - 8) for each, blocks in enumerate(sizes, 10 * pair)]
+        first_tokens += client.ask(prompts, 1)
     prompts = [prompt(20 + number, blocks * NPU_BLOCK_SIZE - 16) for number, blocks in enumerate(ANSWERED)]
     found = {
         "scheduler": [each.__name__ for each in type(scheduler).__mro__],
-        "loaded": sorted(tokens // NPU_BLOCK_SIZE for tokens in loaded if tokens),
+        "loaded": [blocks for blocks in loaded if blocks],
         "first tokens": first_tokens,
         "together": client.ask(prompts, 64),
         "alone": [client.ask([each], 64)[0] for each in prompts],
