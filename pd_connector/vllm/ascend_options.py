@@ -116,7 +116,7 @@ def check_computes_prompts(vllm_config: "VllmConfig") -> None:
         raise UnsupportedError(reason)
     for name, layer in vllm_config.compilation_config.static_forward_context.items():
         impl: Any = getattr(layer, "impl", None)  # other implementations compute prompts without these weights
-        # vllm-ascend 0.23 has no such attribute. It takes FP8 on the same devices, where there are none INT8.
+        # vllm-ascend 0.23 has no such attribute: it takes FP8 where that would be true, and INT8 elsewhere.
         has_fp8 = getattr(impl, "support_fp8_attention", str(getattr(impl, "dtype", "")) != "torch.int8")
         if getattr(impl, "fa_quant_layer", False) is True and not has_fp8:
             raise UnsupportedError(

@@ -2,7 +2,8 @@
 
 It asks no connector whether to step, hands over its block pool but not the manager of it, and learns of failed loads by
 block ids, which it can look up for models with one KV cache group only. With several groups, it may give a request the
-same block twice. ``hook`` adds what is missing to vLLM's classes. Nothing else in vLLM is changed.
+same block twice. ``hook`` adds what is missing to vLLM's classes, and lets vllm-ascend's prefill engines preempt.
+Nothing else is changed.
 """
 
 import sys

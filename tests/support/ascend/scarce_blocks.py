@@ -15,7 +15,7 @@ from typing import Any
 from tests.support.ascend.engine_process import TRANSFER_CONFIG, start_engine
 from tests.support.ascend.servers import NPU_BLOCK_SIZE
 
-DEVICE_BLOCKS = 11
+USABLE_BLOCKS = 11
 #: Prompts that come together: blocks of each that host memory holds, and that it needs besides. In the first pair, each
 #: needs more than the other leaves; in the second, the first does, where the second finds all of its own.
 LOADED = (((5, 2), (5, 2)), ((2, 5), (6, 1)))
@@ -25,8 +25,8 @@ ANSWERED = (4, 4, 3)
 MOST_STEPS = 2000
 
 
-class Client:
-    """Asks an engine in this process, and steps it."""
+class SteppedEngine:
+    """An engine in this process, which runs only while it is asked something."""
 
     def __init__(self, engine: Any, has_work: Callable[[], bool]) -> None:
         """``has_work`` returns whether blocks are still being stored in host memory."""
@@ -64,11 +64,11 @@ def main(model: str, host_bytes: int, role: str, options: dict[str, object]) -> 
         model,
         transfer={"kv_role": role, "kv_connector_extra_config": extra | {"cpu_bytes_to_use": host_bytes}},
         additional_config=options,
-        num_gpu_blocks_override=DEVICE_BLOCKS + 1,  # vLLM keeps one
+        num_gpu_blocks_override=USABLE_BLOCKS + 1,  # vLLM keeps one
         enable_prefix_caching=True,
     )
     scheduler = engine.llm_engine.engine_core.engine_core.scheduler
-    client, loaded = Client(engine, scheduler.connector.has_pending_push_work), list[int]()
+    stepped, loaded = SteppedEngine(engine, scheduler.connector.has_pending_push_work), list[int]()
     allocated = scheduler.connector.update_state_after_alloc
 
     def note(request: Any, blocks: Any, external_tokens: int) -> None:
@@ -79,18 +79,18 @@ def main(model: str, host_bytes: int, role: str, options: dict[str, object]) -> 
     first_tokens = []
     for pair, sizes in enumerate(LOADED):
         for number, (held, _) in enumerate(sizes, 10 * pair):
-            client.ask([prompt(number, held * NPU_BLOCK_SIZE + 20)], 1)
+            stepped.ask([prompt(number, held * NPU_BLOCK_SIZE + 20)], 1)
         for number in (2, 3):  # so that the device holds nothing of them
-            client.ask([prompt(10 * pair + number, 1000)], 1)
+            stepped.ask([prompt(10 * pair + number, 1000)], 1)
         prompts = [prompt(each, sum(blocks) * NPU_BLOCK_SIZE - 8) for each, blocks in enumerate(sizes, 10 * pair)]
-        first_tokens += client.ask(prompts, 1)
+        first_tokens += stepped.ask(prompts, 1)
     prompts = [prompt(20 + number, blocks * NPU_BLOCK_SIZE - 16) for number, blocks in enumerate(ANSWERED)]
     found = {
         "scheduler": [each.__name__ for each in type(scheduler).__mro__],
         "loaded": [blocks for blocks in loaded if blocks],
         "first tokens": first_tokens,
-        "together": client.ask(prompts, 64),
-        "alone": [client.ask([each], 64)[0] for each in prompts],
+        "together": stepped.ask(prompts, 64),
+        "alone": [stepped.ask([each], 64)[0] for each in prompts],
     }
     print("FOUND", json.dumps(found))  # noqa: T201  its result
 
