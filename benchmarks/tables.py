@@ -30,8 +30,8 @@ TRANSFERS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ("legs_slow_network:link_share/3500", "legs_slow_network:handover/3500/hidden"),
     ),
     (
-        "two P with a D in `peers`: first token of a next turn {:.1f} times that of one server, of a new prompt {:.1f} "
-        "times that without",
+        "D in `peers`: first token of a next turn at another P {:.1f} times that of one server, of a new prompt {:.1f} "
+        "times that without `peers`",
         ("reuse_two_prefills:first_token_ratio/one server", "reuse_no_hit:first_token_ms/peers/ratio"),
     ),
 )  # fmt: skip

@@ -8,6 +8,7 @@ an engine (--headless), is well while it runs.
 
 import http.client
 import itertools
+import re
 import ssl
 import sys
 import urllib.request
@@ -19,7 +20,10 @@ _PORT = "8000"  # vLLM's and the proxy's default
 
 
 def question(words: Sequence[str]) -> str:
-    """Return the URL that a process with this command line answers while it is well; empty if it listens nowhere."""
+    """Return the URL that a process with this command line answers while it is well; empty if it listens nowhere.
+
+    Also if a shell's command line does not tell, because of variables, quotes and the like: nobody is asked then.
+    """
     names = [Path(word).name for word in words]
     if "pd-proxy" in names or "pd_proxy" in names:
         path = "/healthcheck"
@@ -30,9 +34,12 @@ def question(words: Sequence[str]) -> str:
     host = _option(words, "--host")
     if host in ("", "0.0.0.0", "::"):  # noqa: S104  all of them, and so this one
         host = "127.0.0.1"
+    port = _option(words, "--port") or _PORT
+    if re.fullmatch(r"[\w.:%-]+ \d+", f"{host} {port}") is None:
+        return ""
     scheme = "https" if _option(words, "--ssl-certfile") else "http"
     where = f"[{host}]" if ":" in host else host
-    return f"{scheme}://{where}:{_option(words, '--port') or _PORT}{path}" if path else ""
+    return f"{scheme}://{where}:{port}{path}" if path else ""
 
 
 def _option(words: Sequence[str], name: str) -> str:

@@ -143,7 +143,7 @@ class ConnectorConfig(BaseModel):
     tuning: Tuning = Field(
         default=Tuning(),
         description=f"Numbers by which bytes are read, for those who measure: {', '.join(Tuning.model_fields)}. "
-        "Pulls on CUDA and NPU take staging_bytes (128 MiB) of the device twice, beside vLLM.",
+        "Pulls on CUDA and NPU take up to twice staging_bytes (128 MiB) of the device, beside vLLM.",
     )
     cpu_bytes_to_use: Annotated[int, Field(ge=0)] = Field(
         default=0,

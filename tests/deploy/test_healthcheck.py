@@ -48,6 +48,11 @@ def test_a_shells_one_argument_is_the_command_line_of_a_server() -> None:
     assert question(words_of(line)) == "http://127.0.0.1:8100/health"
 
 
+@pytest.mark.parametrize("option", ["--port $PORT", "--port ${PORT:-8100}", "--port 8100;", "--host $IP"])
+def test_what_only_a_shell_can_read_is_not_asked(option: str) -> None:
+    assert not question(words_of(f"sh\0-c\0vllm serve a {option} | tee log\0"))
+
+
 def words(line: str, url: str) -> list[str]:
     """The command line of a server that listens at a URL."""
     return [*line.split(), "--port", url.rpartition(":")[2]]
