@@ -212,5 +212,6 @@ class ModelIdentity:
 
     def with_other_weights(self) -> "ModelIdentity":
         """Return what is known of the model when its weights are no longer those of files: scales come with weights."""
-        kept = tuple(each for each in self.numbers if not each.name.endswith("_scale"))
+        # Not "attention temperature attn_scale", for example, which is the configuration's.
+        kept = tuple(each for each in self.numbers if " " in each.name or not each.name.endswith("_scale"))
         return replace(self, weights_digest="", numbers=kept)

@@ -24,7 +24,7 @@ class ComputedHere(StrEnum):
     PULL = "pull"  # its pull failed; ``pull_failures`` says why
     WINDOW = "window"  # the prefill engine lacks the first block of a window or chunk, or a recurrent layer's state
     SHARED = "shared"  # another request has its lease or transfer, and too little of the prompt is in this prefix cache
-    UNPROVEN = "unproven"  # its prefill engine is not proven yet, and this prompt is too short or there is no room
+    UNPROVEN = "unproven"  # its prefill engine is not proven yet, and this prompt does not try: see docs/metrics.md
     PROMPT = "prompt"  # its answer comes of computing the prompt, as with prompt_logprobs
     DECLINED = "declined"  # vLLM did not take what could be pulled
     ROLE = "role"  # the engine is none that decodes for others (kv_role)

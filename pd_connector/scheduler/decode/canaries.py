@@ -142,7 +142,7 @@ class Canaries(SchedulerRole):
         self._free: list[int] = []  # areas of the scratch memory
         #: Whether it is proven for all prompts, or only for those that end before a border of states.
         self._verdicts: LastFew[_Key, Refused | bool] = LastFew(_MAX_VERDICTS)
-        #: Until when no canary is begun: nobody waits meanwhile, and prompts are computed here.
+        #: Until when no canary is begun: whoever could be one is computed here, and nobody waits for it.
         self._rests: LastFew[_Key, float] = LastFew(_MAX_VERDICTS)
         self._under_way: dict[str, _Canary] = {}  # by request
         #: By request that waits for a verdict: since when nothing was computed of its canary, and of how many tokens.
@@ -430,19 +430,19 @@ class Canaries(SchedulerRole):
             canary.held = ()
 
     def _end(self, canary: _Canary) -> None:
-        request_id = canary.request.request_id
+        request_id, ends, name = canary.request.request_id, canary.ends, canary.key
         self._references = [each for each in self._references if each.request_id != request_id]
         self._free.append(canary.area)
         self._ended += [request_id] if canary.is_decode_leg else []
         self._tells = True
         self._release(canary)
-        ends, name = canary.ends, canary.key
-        if ends.difference and not canary.has_left and not canary.is_same_prompt:
+        if ends.difference and not canary.has_left and not canary.is_same_prompt and self._refuses:
             self.counts["canaries", "failed"] += 1
+            self._rests[canary.key] = self._clock() + _RETRY_S  # the next ones may differ as well
             logger.warning(
                 "PDConnector: %s is not proven: what was pulled of request %s differs from what was computed here "
-                "(%s), and its images or embeddings may differ as well. The next prompt from there tries again", name,
-                request_id, ends.difference,
+                "(%s), and its images or embeddings may differ as well. A prompt from there tries again in %d s", name,
+                request_id, ends.difference, _RETRY_S,
             )  # fmt: skip
         elif ends.difference and not canary.has_left:  # of any rank: one whose pull has failed proves nothing
             self.counts["canaries", "differs"] += 1

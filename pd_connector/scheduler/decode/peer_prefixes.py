@@ -40,7 +40,7 @@ from pd_connector.vllm.cache_specs import Retention, blocks_for
 from pd_connector.vllm.device_blocks import DeviceBlocks, HeldBlocks
 from pd_connector.vllm.requests import computes_whole_prompt, is_told_by_tokens
 from transfer.control.client import ControlClient
-from transfer.control.limits import MAX_HASHES, LastFew, ThrottledWarnings
+from transfer.control.limits import LastFew, ThrottledWarnings
 from transfer.control.messages import Cancel, Find, Found
 from transfer.errors import TransferError
 from transfer.peers import Address
@@ -319,7 +319,7 @@ class PeerPrefixes(SchedulerRole):
         if (hashes := asking.hashes.get(hash_tokens)) is None:
             made = self._hashes.of_prompt(asking.request, hash_tokens, self._blocks.hash_tokens)
             # One token at least is computed here, because its output is the next one.
-            most = min((asking.request.num_prompt_tokens - 1) // hash_tokens, MAX_HASHES)
+            most = (asking.request.num_prompt_tokens - 1) // hash_tokens
             hashes = asking.hashes[hash_tokens] = tuple(map(bytes, made[:most]))
         find = Find("", uuid.uuid4().hex, self._hashes.hashing, hash_tokens, hashes, asking.least, self._unit)
         asking.hash_tokens[peer] = hash_tokens

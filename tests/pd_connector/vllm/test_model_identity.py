@@ -215,6 +215,7 @@ def test_a_model_from_a_hub_is_read_where_it_was_downloaded_to(
 
 def test_scales_are_those_of_weights(directory: Path) -> None:
     """An engine may be told to load others, and then restart with them."""
-    scale, other = LayerNumbers("k_scale", ("l",), (0.5,)), LayerNumbers("softmax scale", ("l",), (0.125,))
-    changed = replace(identity(directory), numbers=(scale, other)).with_other_weights()
-    assert (changed.weights_digest, changed.numbers) == ("", (other,))
+    names = ("k_scale", "softmax scale", "attention temperature attn_scale")
+    numbers = tuple(LayerNumbers(name, ("l",), (0.5,)) for name in names)
+    changed = replace(identity(directory), numbers=numbers).with_other_weights()
+    assert (changed.weights_digest, changed.numbers) == ("", numbers[1:])

@@ -159,6 +159,7 @@ def test_a_prompt_that_may_be_another_one_there_can_prove_and_not_refuse(
         setattr(request, name, value)
     d.proves(first, difference="layer 'l0', part 'k'")
     assert "its images or embeddings may differ as well" in caplog.text
+    d.clock.advance(module._RETRY_S)
     d.proves(second)
     assert d.counted() == {"canaries:failed": 1, "canaries:proven": 1}
     assert d.schedules(d.add("third")) == 69
@@ -174,8 +175,12 @@ def test_an_image_of_the_same_name_may_be_another_one_there(monkeypatch: pytest.
     named: Any = SimpleNamespace(mm_features=[image])
     first = d.add("first", media_digest=d.consumer._prompts._media_digest(named))
     first.mm_features = [image]
+    others = [d.add(name) for name in ("second", "third")]
     d.proves(first, difference="layer 'l0', part 'k'")
-    assert d.becomes_canary(d.add("second"))
+    assert [d.schedules(each) for each in others] == [0, 0]
+    assert d.step() == Orders(), "nobody waits for one such canary after another"
+    d.clock.advance(module._RETRY_S)
+    assert d.becomes_canary(d.add("fourth"))
 
 
 def test_what_another_connector_brings_is_not_compared() -> None:
@@ -294,10 +299,13 @@ def test_a_difference_on_one_rank_counts_though_the_pull_of_another_has_failed(f
     assert isinstance(d.canaries.look(first, a_remote_of("P")), Refused)
 
 
-def test_with_warn_it_is_used_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("media", [[], ["an image"]])
+def test_with_warn_it_is_used_all_the_same(media: list[Any], caplog: pytest.LogCaptureFixture) -> None:
     d = ProvingDecode(refuses=False)
+    first = d.add("first")
+    first.mm_features = media
     with caplog.at_level(logging.WARNING):
-        d.proves(d.add("first"), difference="layer 'l0', part 'k'")
+        d.proves(first, difference="layer 'l0', part 'k'")
     assert "They are used all the same (canary = warn)" in caplog.text
     assert d.schedules(d.add("second")) == 69
     assert d.counted() == {"canaries:differs": 1}
