@@ -44,7 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     settings, server = parse(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     raise_file_limit()
-    app = create_app(settings)
+    try:
+        app = create_app(settings)
+    except ModuleNotFoundError as missing:
+        sys.exit(str(missing))
     _look_for_garbage_seldom()
     if settings.api_key is not None:
         logger.info("the API key goes to the servers in the place of clients' Authorization; clients are not checked")

@@ -134,6 +134,14 @@ def test_all_addresses_of_a_name_are_listened_on(
         assert [not each.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY) for each in sixth] == dual
 
 
+def test_a_package_that_traces_need_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    monkeypatch.setattr(pd_proxy.__main__, "raise_file_limit", lambda: None)
+    words = ["--prefill", "http://p:1", "--decode", "http://d:1", "--otlp-traces-endpoint", "http://collector:4318"]
+    with pytest.raises(SystemExit, match=r"tracing needs opentelemetry.*pip install 'pd-connector\[tracing\]'"):
+        pd_proxy.__main__.main(words)
+
+
 def test_a_port_that_is_taken_is_explained(p: FakeServer, d: FakeServer) -> None:
     port = p.url.rpartition(":")[2]
     arguments = ["--prefill", p.url, "--decode", d.url, "--host", "::", "--port", port]
