@@ -40,6 +40,14 @@ def test_params_survive_the_way_through_a_router() -> None:
     assert parse(json.loads(json.dumps(REMOTE.to_params()))) == REMOTE
 
 
+def test_each_layer_may_have_a_cache_group_of_its_own() -> None:
+    groups, layers = 81, tuple((f"layer{each}",) for each in range(81))
+    many = msgspec.structs.replace(
+        REMOTE, remote_block_ids=((1,),) * groups, remote_block_sizes=(16,) * groups, remote_layers=layers
+    )
+    assert parse(json.loads(json.dumps(many.to_params()))) == many
+
+
 def test_the_answer_turns_a_prefill_leg_into_a_decode_leg() -> None:
     assert is_decode_leg(REMOTE.to_params())
     assert not is_prefill_leg(REMOTE.to_params())

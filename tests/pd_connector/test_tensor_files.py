@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from pd_connector.tensor_files import tensors_digest, weight_files
+from pd_connector.tensor_files import model_directory, tensors_digest, weight_files
 
 NAMES = [f"model.layers.{layer}.self_attn.{name}_proj.weight" for layer in range(30) for name in ("q", "k", "v")]
 
@@ -22,6 +22,12 @@ def weights(seed: int = 0, size: int = 5000) -> dict[str, np.ndarray[Any, Any]]:
 def digest(directory: Path, tensors: dict[str, np.ndarray[Any, Any]]) -> str:
     save_file(tensors, directory / "model.safetensors")
     return tensors_digest(weight_files(directory))
+
+
+def test_a_directory_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "adapter").mkdir()
+    assert model_directory("~/adapter") == tmp_path / "adapter"
 
 
 def test_any_tensor_that_differs_is_noticed(tmp_path: Path) -> None:

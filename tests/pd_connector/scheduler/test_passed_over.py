@@ -3,7 +3,7 @@
 Covers: pd_connector.scheduler.prefix_queue.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import MagicMock, patch
 
@@ -126,6 +126,28 @@ def test_nothing_is_looked_up_for_prompts_behind_one_that_leases_hold_back(world
         steps += 1
     assert [request.ended for request in asked] == ["finished"] * len(asked)
     assert looked_up.call_count < 2 * steps + 4 * len(asked), "hundreds, if each is looked up in each step"
+
+
+def test_nothing_is_looked_up_for_choices_behind_one_pull(world: World) -> None:
+    prefill, decode = EngineSim(world, "kv_producer", blocks=400), EngineSim(world, "kv_consumer", 400, pull_s=5.0)
+    take, choices = decode.ask, []
+
+    def take_eight(request: ClientRequest, params: Any = None) -> None:
+        choices.extend(replace(request, choice=str(each)) for each in range(8))
+        for each in choices:
+            take(each, params)
+
+    with patch.object(decode, "ask", take_eight):
+        prefill.ask(ClientRequest("r", others(1)["other1"], 1, decode))
+        while not decode.requests:
+            world.step()
+    world.step()
+    looked_up = look_ups(decode)
+    for _ in range(10):
+        world.step()
+    assert looked_up.call_count == 0
+    world.run(30.0)
+    assert [each.ended for each in choices] == ["finished"] * 8
 
 
 @pytest.mark.parametrize("number", [1, 8])

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from vllm.sampling_params import SamplingParams
@@ -10,6 +11,7 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
+from pd_connector.vllm import block_hashes
 from pd_connector.vllm.block_hashes import BlockHashes
 
 TOKENS = 100
@@ -38,6 +40,14 @@ def test_a_prompt_is_hashed_as_an_engine_with_other_blocks_hashes_it(theirs: int
     there = a_request(theirs, cache_salt=salt)
     assert list(engine().of_prompt(a_request(16, cache_salt=salt), theirs, 16)) == list(there.block_hashes)
     assert len(there.block_hashes) == TOKENS // theirs
+
+
+def test_no_more_is_hashed_than_may_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_hashes, "MAX_HASHES", 3)
+    hashes = engine(), get_hash_fn_by_name("sha256_cbor")
+    with patch.object(BlockHashes, "_function", side_effect=hashes[1]) as hashing:
+        assert list(hashes[0].of_prompt(a_request(16), 4, 16)) == list(a_request(4).block_hashes[:3])
+    assert hashing.call_count == 3
 
 
 def test_tokens_that_were_sampled_are_not_of_the_prompt() -> None:
