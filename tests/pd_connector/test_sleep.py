@@ -268,6 +268,24 @@ def test_a_wake_up_that_fails_leaves_no_roles_behind(
     worker.shutdown()
 
 
+def test_a_woken_worker_does_not_claim_the_weights_of_before_a_change(model: Path, fabric: InProcessFabric) -> None:
+    config = a_config(model, "kv_producer")
+    worker = ConnectorWorker(config, CACHES, parse_config({}), StatsRecorder(), lambda _: InProcessEngine(fabric))
+    worker.register_caches({name: torch.rand(8, 2, BLOCK_TOKENS, 128) for name in LAYERS})
+    told = []
+    for changes in (0, 1):
+        worker.execute(Orders(model_changes=changes))
+        worker.unregister_caches()
+        worker.restore_caches()
+        handshake = worker.handshake()
+        assert handshake is not None
+        assert handshake.model is not None
+        told.append(handshake.model.weights_digest)
+    worker.shutdown()
+    assert told[0]
+    assert not told[1]
+
+
 # Mooncake
 
 
