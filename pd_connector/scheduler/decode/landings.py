@@ -100,7 +100,7 @@ class Landings(SchedulerRole):
 
         ``computed_tokens``: those that the device holds already.
         """
-        if request.request_id in self._under_way:
+        if self.is_waiting(request):
             return True
         remote = self._consumer.may_land(request)
         if remote is None or (self._mode == "auto" and self._demand.has_room_for(request)):

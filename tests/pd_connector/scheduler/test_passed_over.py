@@ -84,6 +84,14 @@ def look_ups(engine: EngineSim) -> MagicMock:
     return watched
 
 
+def assert_nothing_is_looked_up(world: World, engine: EngineSim) -> None:
+    """For some steps, in which nothing comes."""
+    looked_up = look_ups(engine)
+    for _ in range(10):
+        world.step()
+    assert looked_up.call_count == 0
+
+
 def ask(elsewhere: Elsewhere, prompts: dict[str, list[int]]) -> list[ClientRequest]:
     """Requests come, and what they wait for hangs. Computing them would take some seconds."""
     elsewhere.hang()
@@ -106,10 +114,7 @@ def test_nothing_is_looked_up_for_those_that_are_asked_for_or_wait_behind_them(
 ) -> None:
     elsewhere = of(world)
     asked = ask(elsewhere, {"first": [*FIRST, 1], "same": [*FIRST, 2], **others(elsewhere.most + 2)})
-    looked_up = look_ups(elsewhere.waits)
-    for _ in range(10):
-        world.step()
-    assert looked_up.call_count == 0
+    assert_nothing_is_looked_up(world, elsewhere.waits)
     assert not any(request.ended for request in asked)
     world.run(20.0)
     assert [request.ended for request in asked] == ["finished"] * len(asked)
@@ -130,7 +135,8 @@ def test_nothing_is_looked_up_for_prompts_behind_one_that_leases_hold_back(world
 
 def test_nothing_is_looked_up_for_choices_behind_one_pull(world: World) -> None:
     prefill, decode = EngineSim(world, "kv_producer", blocks=400), EngineSim(world, "kv_consumer", 400, pull_s=5.0)
-    take, choices = decode.ask, []
+    take = decode.ask
+    choices: list[ClientRequest] = []
 
     def take_eight(request: ClientRequest, params: Any = None) -> None:
         choices.extend(replace(request, choice=str(each)) for each in range(8))
@@ -142,10 +148,7 @@ def test_nothing_is_looked_up_for_choices_behind_one_pull(world: World) -> None:
         while not decode.requests:
             world.step()
     world.step()
-    looked_up = look_ups(decode)
-    for _ in range(10):
-        world.step()
-    assert looked_up.call_count == 0
+    assert_nothing_is_looked_up(world, decode)
     world.run(30.0)
     assert [each.ended for each in choices] == ["finished"] * 8
 
@@ -159,10 +162,7 @@ def test_nothing_is_looked_up_for_prompts_that_land(world: World, number: int) -
         prefill.ask(request)
     while decode.role_of(Landings).under_way < number:
         world.step()
-    looked_up = look_ups(decode)
-    for _ in range(10):
-        world.step()
-    assert looked_up.call_count == 0
+    assert_nothing_is_looked_up(world, decode)
     world.run(20.0)
     assert [request.ended for request in asked] == ["finished"] * number
 

@@ -428,6 +428,16 @@ def test_a_reset_forgets_verdicts_and_what_is_under_way() -> None:
     assert d.canaries.look(d.add("second"), a_remote_of("P")) is Standing.UNTRIED
 
 
+def test_after_a_reset_nobody_rests() -> None:
+    """What failed may have been of the weights, or the network, of before."""
+    d = ProvingDecode()
+    first = d.add("first")
+    d.becomes_canary(first)
+    d.report(first, failure="no", cause=Cause.READ, samples=0)
+    assert d.canaries.reset()
+    assert d.becomes_canary(d.add("second"))
+
+
 def test_verdicts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MAX_VERDICTS", 2)
     d = ProvingDecode()

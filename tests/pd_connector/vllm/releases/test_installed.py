@@ -137,7 +137,9 @@ def test_host_blocks_are_vllms_own_for_the_same_groups(installed: VllmRelease) -
 def test_host_blocks_know_what_a_backend_has_told_the_devices(installed: VllmRelease) -> None:
     device = make_manager(SETUP)
     vars(device.kv_cache_config)["role"] = "D"
+    known, blocks = vars(device.kv_cache_config), device.kv_cache_config.num_blocks
     assert vars(installed.host_coordinator(CONFIG, device, slots=7).kv_cache_config)["role"] == "D"
+    assert known["num_blocks"] == blocks, "the device has as many as before"
 
 
 @pytest.mark.parametrize("events", [True, False])
