@@ -163,6 +163,7 @@ Simulations of many engines (``test_state_machine``, ``test_progress``) and of o
     simulation.state_groups  states of recurrent layers in the engines of ``vllm_schedulers``, each block checked
     simulation.pooled       a pool that engines of ``vllm_schedulers`` share, and their workers' part in it
     simulation.prefix_engines  engines of ``vllm_schedulers`` that find prefixes at each other
+    simulation.engine_config  vLLM's configuration of such an engine
     simulation.engine_worker  a worker's device and host memory, token by token, and what is under way to them
     simulation.vllm_schedulers  engines around vLLM's own schedulers and our scheduler side, with such workers
     host_tier.engine        an engine around ``HostTier``: vLLM's cache manager, its scheduler in short, its ranks

@@ -51,6 +51,7 @@ packages = []
 """
 _PROXY = "/examples/disaggregated_prefill_v1/load_balance_proxy_server_example.py"
 _TOOLS = ("gcc", "g++", "readelf", "nm")
+_BYTES = 5 * 10**9  # of what is installed, and of what pip unpacks meanwhile
 
 
 @dataclass(frozen=True)
@@ -180,13 +181,18 @@ def main(arguments: list[str]) -> int:
             file=sys.stderr,
         )
         return 1
+    directory = Path(arguments[0]).resolve()
+    free = shutil.disk_usage(directory.parent).free
+    if not directory.exists() and free < _BYTES:
+        print(f"{directory} wants {_BYTES / 1e9:.0f} GB, and {free / 1e9:.1f} GB of its disk are free", file=sys.stderr)
+        return 1
     if missing := [tool for tool in _TOOLS if shutil.which(tool) is None]:
         print(f"not found: {', '.join(missing)}. Debian, Ubuntu: apt-get install gcc g++ binutils", file=sys.stderr)
         return 1
     if not (header := Path(sysconfig.get_path("include")) / "Python.h").exists():
         print(f"not found: {header}. Debian, Ubuntu: apt-get install python3.11-dev", file=sys.stderr)
         return 1
-    EnvironmentMaker(Path(arguments[0]).resolve(), arguments[1]).make()
+    EnvironmentMaker(directory, arguments[1]).make()
     return 0
 
 

@@ -16,18 +16,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from copy import copy
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
-from tempfile import mkdtemp
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
-import vllm.platforms
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorWorkerMetadata
-from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -50,8 +45,8 @@ from pd_connector.worker.device_fence import StepEnds
 from pd_connector.worker.worker_role import FailedBlocks
 from tests.support.connector.loading_sibling import LoadingSibling
 from tests.support.connector.vllm_calls import NAMES_FAILED_REQUESTS
-from tests.support.e2e.models import DEFAULT_MODEL, write_model
 from tests.support.releases import INSTALLED
+from tests.support.simulation.engine_config import simulated_config
 from tests.support.simulation.prefill_works import PAGE_TOKENS, PrefillWork, StepUnderWay, stamps_of
 from tests.support.simulation.vllm_schedulers import OUTPUT_TOKEN
 from transfer.control.messages import (
@@ -77,19 +72,6 @@ _HOST_MEMORY: dict[str, Any] = {"cpu_bytes_to_use": 1 << 20, "host_transfers": "
 
 init_none_hash(sha256_cbor)
 _hasher = get_request_block_hasher(PAGE_TOKENS, sha256_cbor)
-
-
-@cache
-def _config(max_tokens: int, chunk_tokens: int, max_requests: int) -> VllmConfig:
-    model = write_model(Path(mkdtemp()) / "model", DEFAULT_MODEL)
-    arguments = EngineArgs(
-        model=str(model), dtype="float32", max_model_len=max_tokens, max_num_batched_tokens=chunk_tokens,
-        max_num_seqs=max_requests, block_size=PAGE_TOKENS, enforce_eager=True, enable_prefix_caching=True,
-        hf_overrides={"max_position_embeddings": max_tokens},
-    )  # fmt: skip
-    # A vLLM without its compiled parts has no platform.
-    with patch.object(vllm.platforms.current_platform, "device_type", "cpu"):
-        return arguments.create_engine_config()
 
 
 class _Server:
@@ -445,7 +427,7 @@ class NamedPrefill:
         self.scheduler.shutdown()
 
     def _make_scheduler(self, blocks: int, max_tokens: int, chunk_tokens: int, *, asynchronous: bool) -> Scheduler:
-        config = copy(_config(max_tokens, chunk_tokens, 16))
+        config = copy(simulated_config(max_tokens, chunk_tokens, PAGE_TOKENS))
         config.cache_config = copy(config.cache_config)
         config.cache_config.num_gpu_blocks = blocks
         config.scheduler_config = copy(config.scheduler_config)

@@ -11,15 +11,11 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from copy import copy
 from dataclasses import dataclass, field, fields
-from functools import cache, partial
-from pathlib import Path
-from tempfile import mkdtemp
+from functools import partial
 from typing import Any, Literal
 from unittest.mock import patch
 
-import vllm.platforms
-from vllm.config import KVTransferConfig, VllmConfig
-from vllm.engine.arg_utils import EngineArgs
+from vllm.config import KVTransferConfig
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256_cbor
@@ -44,7 +40,7 @@ from pd_connector.vllm.metrics import ConnectorStats
 from pd_connector.worker.canary import canary_room
 from pd_connector.worker.worker_role import FailedBlocks
 from tests.support.connector.vllm_calls import NAMES_FAILED_REQUESTS
-from tests.support.e2e.models import DEFAULT_MODEL, write_model
+from tests.support.simulation.engine_config import simulated_config
 from tests.support.simulation.engine_worker import EngineWorker
 from tests.support.simulation.pooled import POOLED_MODEL, PooledWorker, SimulatedPool
 from tests.support.simulation.scheduler_pulls import Peer, ScheduledPull
@@ -61,21 +57,10 @@ _BLOCK_TOKENS = 16
 HOST = "127.0.0.1"
 OUTPUT_TOKEN = 7
 _LONGEST = 512  # tokens of a request
+_STEP_TOKENS = 256
 
 init_none_hash(sha256_cbor)
 _hasher = get_request_block_hasher(_BLOCK_TOKENS, sha256_cbor)
-
-
-@cache
-def _config() -> VllmConfig:
-    model = write_model(Path(mkdtemp()) / "model", DEFAULT_MODEL)
-    arguments = EngineArgs(
-        model=str(model), dtype="float32", max_model_len=_LONGEST, max_num_batched_tokens=256, max_num_seqs=16,
-        block_size=16, enforce_eager=True, enable_prefix_caching=True,
-    )  # fmt: skip
-    # A vLLM without its compiled parts has no platform.
-    with patch.object(vllm.platforms.current_platform, "device_type", "cpu"):
-        return arguments.create_engine_config()
 
 
 def _stamps(tokens: list[int]) -> Iterator[int]:
@@ -418,7 +403,7 @@ class EngineSim:
         )
 
     def _make_scheduler(self, role: str, policy: str, settings: dict[str, Any]) -> Scheduler:
-        config = copy(_config())
+        config = copy(simulated_config(_LONGEST, _STEP_TOKENS, _BLOCK_TOKENS))
         config.cache_config = copy(config.cache_config)
         config.cache_config.num_gpu_blocks = self._caches.num_blocks
         config.speculative_config = drafts(self._caches)
