@@ -26,7 +26,9 @@ VLLM_CUDA ?= vllm==0.32.0
 MOONCAKE ?= $(shell sed -n 's/.*"mooncake-transfer-engine-non-cuda==\(.*\)".*/\1/p' pyproject.toml)
 CUDA_ENV := .venv-cuda
 CUDA := $(if $(PD_CONNECTOR_CUDA_ON_CPU),$(VENV),$(CUDA_ENV))
-CUDA_INSTALLED := $(if $(PD_CONNECTOR_CUDA_ON_CPU),$(STAMPS)/installed,$(CUDA)/installed)
+# Another choice of these makes it install again.
+CUDA_CHOICE := $(CUDA_ENV)/installed-$(subst /,_,$(subst ==,-,$(VLLM_CUDA)))-$(MOONCAKE)
+CUDA_INSTALLED := $(if $(PD_CONNECTOR_CUDA_ON_CPU),$(STAMPS)/installed,$(CUDA_CHOICE))
 export PD_CONNECTOR_CUDA_ON_CPU
 
 # This connector beside vLLM's own ones, with what they need.
@@ -244,9 +246,10 @@ $(PEERS)/installed: pyproject.toml benchmarks/peers/requirements.txt examples/qu
 	@touch $@
 
 # vLLM first: its PyTorch says for which CUDA Mooncake must be built.
-$(CUDA_ENV)/installed: pyproject.toml | gpu $(STAMPS)/libraries
+$(CUDA_CHOICE): pyproject.toml | gpu $(STAMPS)/libraries
 	@echo 'Installing $(VLLM_CUDA) into $(CUDA_ENV): some minutes, many GB'
 	@[ -x $(CUDA)/bin/pip ] || $(PYTHON) -m venv $(CUDA)
+	@rm -f $(CUDA)/installed-*
 	@$(CUDA)/bin/python -m pip install -qq --disable-pip-version-check '$(VLLM_CUDA)'
 	@cuda="$$($(CUDA)/bin/python -c 'import torch; print(torch.version.cuda)')"; \
 	case "$$cuda" in \

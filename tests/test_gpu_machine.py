@@ -125,3 +125,18 @@ def test_make_installs_the_mooncake_that_the_other_tests_run_on(tmp_path: Path, 
     for extra in ("cuda", "cuda12"):
         (name,) = [line.partition(">=")[0] for line in extras[extra] if line.startswith("mooncake")]
         assert f"extra={extra} mooncake={name};;" in said
+
+
+@pytest.mark.usefixtures("alone")
+def test_another_vllm_is_installed_where_one_is(tmp_path: Path) -> None:
+    here = "vllm==0.32.0", "0.3.13.post1"
+    (tmp_path / "installed-vllm-0.32.0-0.3.13.post1").touch()
+
+    def installs(vllm: str, mooncake: str) -> bool:
+        return f"install -qq --disable-pip-version-check '{vllm}'" in make(
+            tmp_path, "-n", "test-cuda", f"VLLM_CUDA={vllm}", f"MOONCAKE={mooncake}"
+        ).stdout  # fmt: skip
+
+    assert not installs(*here)
+    assert installs("vllm==0.33.0", here[1])
+    assert installs(here[0], "0.3.14")
