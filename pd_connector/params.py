@@ -51,7 +51,7 @@ class RemotePrefill(msgspec.Struct, frozen=True):
     remote_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     # By cache group, an id for each block; 0 marks a block that is not held.
     remote_block_ids: Annotated[tuple[BlockIds, ...], msgspec.Meta(max_length=MAX_GROUPS)]
-    remote_num_tokens: Annotated[int, msgspec.Meta(ge=1)]  # prompt tokens whose KV the blocks hold
+    remote_num_tokens: Annotated[int, msgspec.Meta(ge=1, lt=2**31)]  # prompt tokens whose KV the blocks hold
     lease_id: Name
     lease_ttl_s: Annotated[float, msgspec.Meta(ge=0.1, le=86400)]
     prompt_digest: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{0,64}\Z")]  # see ``prompt_digest``; empty if unknown
@@ -62,7 +62,7 @@ class RemotePrefill(msgspec.Struct, frozen=True):
     # Names of each cache group's layers, which engines may group in other ways; empty if one group holds all and keeps
     # every token.
     remote_layers: Annotated[tuple[Layers, ...], msgspec.Meta(max_length=MAX_GROUPS)] = ()
-    remote_attempt: Annotated[int, msgspec.Meta(ge=0)] = 0  # how many times the prompt was started over
+    remote_attempt: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] = 0  # how many times the prompt was started over
     #: What the LoRA adapter holds, under whose name the prompt was computed; empty if it has none, or that is unknown.
     adapter_digest: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{0,64}\Z")] = ""
     #: How the prefill engine hashes images and other media, a colon, and those of the prompt; empty if unknown.

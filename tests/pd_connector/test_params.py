@@ -145,6 +145,8 @@ WRONG = [
     ("adapter_digest", "french"),
     ("media_digest", "no colon"),
     ("remote_attempt", -1),
+    ("remote_attempt", 2**70),
+    ("remote_num_tokens", 2**70),
 ]
 
 

@@ -26,7 +26,10 @@ from transfer.control.messages import (
     REPLY_NAMES,
     Error,
     ErrorCode,
+    Find,
+    Follow,
     Hello,
+    Locate,
     MalformedMessage,
     Reply,
     RequestFor,
@@ -41,8 +44,10 @@ from transfer.peers import Address, AllowedPeers
 logger = logging.getLogger(__name__)
 
 _REPLIES_PER_TURN = 64  # of one peer, before the other peers get their turn
-#: All replies but welcomes are smaller: ``MAX_SUMS`` checksums, the block ids of a million tokens.
+#: Replies with checksums (``MAX_SUMS``) and those about leases are smaller. Tables of block ids may not be: a model
+#: with 65 cache groups exceeds it with 600,000 tokens.
 _LARGE_BYTES = 4 * 2**20
+_MAY_BE_LARGE = (Hello, Follow, Locate, Find)
 #: Of what a peer says in an error.
 _REASON_CHARACTERS = 512
 #: A timer that is later: this process was stopped, or had no processor.
@@ -262,6 +267,9 @@ class ClientLoop:
                 f"it ended the connection {peer.ended_handshakes} times before it was established: it is not an "
                 "engine, has a different secret or none, or refuses connections because it has too many"
             )
+        elif peer is not None and pending.attempts and peer.descriptor >= 0 and not peer.has_connected:
+            # What begins in no way that it knows, libzmq takes for an engine of ZeroMQ's first version.
+            reason = "what listens there takes connections and does not speak ZeroMQ's protocol: it is not an engine"
         self._settle(pending, pending.unreachable(reason))
         if peer is not None and not peer.unanswered:
             self._peers.drop(peer)  # so that the next request makes a new connection, with a new look-up
@@ -316,8 +324,8 @@ class ClientLoop:
             self._take_reply(peer, frame)
 
     def _take_reply(self, peer: PeerSocket, frame: bytes) -> None:
-        if len(frame) > _LARGE_BYTES and not self._is_welcome(peer, frame):
-            self._ignore_malformed(peer, f"a frame of {len(frame)} bytes, and only a welcome may be as large")
+        if len(frame) > _LARGE_BYTES and not self._may_be_large(peer, frame):
+            self._ignore_malformed(peer, f"a frame of {len(frame)} bytes, and what it answers has no such replies")
             return
         try:
             message_id, reply = decode_reply(frame)
@@ -339,15 +347,18 @@ class ClientLoop:
             self.counters.answered += 1
             self._settle(pending, reply)
 
-    def _is_welcome(self, peer: PeerSocket, frame: bytes) -> bool:
-        """Return whether a frame answers a hello. Large ones are not decoded for less: other threads stand still."""
+    def _may_be_large(self, peer: PeerSocket, frame: bytes) -> bool:
+        """Return whether a frame answers what may have large replies. No other is decoded: all threads stand still."""
         pending = self._pending.get(message_id_of(frame))
-        return pending is not None and pending.address == peer.address and isinstance(pending.request, Hello)
+        return pending is not None and pending.address == peer.address and isinstance(pending.request, _MAY_BE_LARGE)
 
     def _take_error(self, pending: Pending, error: Error) -> None:
         if error.code == ErrorCode.NOT_READY:
             pending.not_ready = error.message[:_REASON_CHARACTERS] or "the engine is still starting"
         else:
+            peer = self._peers.find(pending.address)
+            if error.code == ErrorCode.UNKNOWN_ENGINE and peer is not None:
+                peer.is_another = True
             self._refuse(pending, error.code, error.message)
 
     def _ignore_malformed(self, peer: PeerSocket, reason: str) -> None:

@@ -99,8 +99,9 @@ from layout.geometry import ModelIdentity, WorkerGeometry
 from transfer.control.limits import MAX_BORDERS, MAX_HASHES, MAX_ID_CHARACTERS, MAX_LEASE_IDS, MAX_READERS
 
 #: Changes with what a peer of another version would get wrong. From 2 on, identities tell what a model was built with,
-#: prefill engines are proven, and a lease may have to be located before it is read.
-PROTOCOL_VERSION = 2
+#: prefill engines are proven, and a lease may have to be located before it is read. From 3 on, ranks may share the
+#: tokens of a request.
+PROTOCOL_VERSION = 3
 
 #: Replies above this size are dropped unread. The largest message is a welcome: a few hundred bytes per layer and rank.
 MAX_FRAME_BYTES = 16 * 1024 * 1024

@@ -90,6 +90,7 @@ class PeerSocket:
     ended_handshakes: int = 0  # in a row, ended by the peer
     ended_since: float = math.inf  # monotonic seconds: when the first of these ended
     has_connected: bool = False  # a handshake has succeeded, so a later failure does not mean a different secret
+    is_another: bool = False  # another engine answers than was asked for: the name may have another address by now
     failure: TransferError | str = ""  # why the peer is given up: an exception to raise, or a reason
     unanswered: set[int] = field(default_factory=set)  # message ids; the peer is kept while there are any
     unsent: deque[int] = field(default_factory=deque)  # those of them that wait for the connection to accept them
@@ -432,10 +433,9 @@ def _waits(peer: PeerSocket) -> bool:
 
 
 def _may_have_moved(peer: PeerSocket) -> bool:
-    """Return whether a peer has lost its connection, and its name may have another address by now."""
-    return (
-        peer.socket is not None and peer.descriptor < 0 and not peer.unanswered and parse_ip(peer.address.host) is None
-    )
+    """Return whether a peer's connection is lost or another engine's, and its name may have another address by now."""
+    is_lost = peer.socket is not None and (peer.descriptor < 0 or peer.is_another)
+    return is_lost and not peer.unanswered and parse_ip(peer.address.host) is None
 
 
 def _look_at(peer: PeerSocket) -> tuple[bool, int]:

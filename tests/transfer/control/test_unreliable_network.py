@@ -1,9 +1,11 @@
 """Messages may be lost, repeated, late or reordered: requests are answered all the same, each with its own answer."""
 
+import socket
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 
+import msgspec
 import pytest
 
 from tests.support.control.faulty_network import (
@@ -15,11 +17,26 @@ from tests.support.control.faulty_network import (
     lose_everything,
     lose_first,
 )
-from tests.support.control.samples import HELLO, RELEASE, WELCOME, Handler
+from tests.support.control.samples import (
+    FIND,
+    FOLLOW,
+    FOLLOWED,
+    FOUND,
+    HELLO,
+    LOCATE,
+    LOCATED,
+    RELEASE,
+    RENEW,
+    WELCOME,
+    Handler,
+)
 from tests.support.waiting import until
+from transfer.control import look_ups
 from transfer.control.client import ControlClient
-from transfer.control.failures import PeerUnreachable
+from transfer.control.failures import PeerRefused, PeerUnreachable
 from transfer.control.messages import (
+    Error,
+    ErrorCode,
     Followed,
     Release,
     Released,
@@ -110,7 +127,7 @@ def test_a_garbled_reply_is_ignored_and_the_next_one_taken(impatient: ControlCli
     assert impatient.counters.malformed_replies == 1
 
 
-def test_a_large_reply_to_anything_but_a_hello_is_not_even_decoded(
+def test_a_large_reply_to_what_has_none_is_not_even_decoded(
     impatient: ControlClient, server: ControlServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     """All other threads would stand still for it."""
@@ -123,7 +140,63 @@ def test_a_large_reply_to_anything_but_a_hello_is_not_even_decoded(
     with FaultyNetwork(server.port, swell_first) as network:
         assert impatient.request(HERE, network.port, RELEASE, 30).result() == Released(True)
     assert impatient.counters.malformed_replies == 1
-    assert "only a welcome may be as large" in caplog.text, "not that it is of another type, which decoding tells"
+    assert "has no such replies" in caplog.text, "not that it is of another type, which decoding tells"
+
+
+@pytest.mark.parametrize("asked", [FOLLOW, LOCATE, FIND])
+def test_a_table_of_many_cache_groups_is_taken(
+    impatient: ControlClient, server: ControlServer, handler: Handler, asked: Request
+) -> None:
+    table = ((2**31 - 1,) * 70_000,) * 14  # of a million tokens in each group
+    answers: dict[Request, Reply] = {
+        FOLLOW: msgspec.structs.replace(FOLLOWED, block_ids=table),
+        LOCATE: msgspec.structs.replace(LOCATED, slots=table),
+        FIND: msgspec.structs.replace(FOUND, block_ids=table),
+    }
+    handler.answer = answers.__getitem__
+    assert impatient.request(HERE, server.port, asked, 20).result() == answers[asked]
+
+
+def test_an_engine_that_has_got_the_address_of_another_is_not_asked_for_it_again(
+    monkeypatch: pytest.MonkeyPatch, client: ControlClient, server: ControlServer, handler: Handler
+) -> None:
+    """The connection is sound, and the name has moved."""
+    address = HERE
+
+    def is_another(request: Request) -> Reply:
+        return Error(ErrorCode.UNKNOWN_ENGINE, "this is another engine") if address != HERE else handler.usual(request)
+
+    monkeypatch.setattr(look_ups, "resolve", lambda name: address)
+    handler.answer = is_another
+    assert client.request("p.example", server.port, RENEW, 10).result() == Renewed(RENEW.lease_ids)
+    address = "127.0.0.2"
+    with closing(ControlServer(Handler(), address, server.port)) as moved:
+        moved.start()
+        with pytest.raises(PeerRefused):
+            client.request("p.example", server.port, RENEW, 10).result()
+        assert client.request("p.example", server.port, RENEW, 10).result() == Renewed(RENEW.lease_ids)
+
+
+def test_another_program_that_answers_and_stays_connected_is_no_engine(impatient: ControlClient) -> None:
+    def answer(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+            while connection.recv(4096):
+                pass
+
+    with socket.create_server((HERE, 0)) as listener, ThreadPoolExecutor(1) as threads:
+        threads.submit(answer, listener)
+        with pytest.raises(PeerUnreachable, match="does not speak ZeroMQ's protocol: it is not an engine"):
+            impatient.request(HERE, listener.getsockname()[1], HELLO, 1.0).result()
+        impatient.close()
+
+
+def test_an_engine_that_does_not_run_is_not_taken_for_another_program(impatient: ControlClient) -> None:
+    """The system takes its connections."""
+    with socket.create_server((HERE, 0)) as listener, pytest.raises(PeerUnreachable) as failure:
+        impatient.request(HERE, listener.getsockname()[1], HELLO, 0.5).result()
+    assert "it is not an engine" not in str(failure.value)
 
 
 def test_a_network_that_is_cut_and_mended(impatient: ControlClient, server: ControlServer) -> None:

@@ -1,9 +1,12 @@
 """The server spoken to without this package: a raw DEALER socket and the msgpack package."""
 
+import dataclasses
+import inspect
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
+import msgspec
 import pytest
 import zmq
 
@@ -37,6 +40,47 @@ def stranger(server: ControlServer) -> Iterator[Stranger]:
     stranger.close()
 
 
+#: Of each structure on the wire, its fields in this version of the protocol.
+FIELDS = {
+    "CacheGroup": "block_tokens window planes chunk seen_tokens states",
+    "Cancel": "engine_id lease_ids transfer_ids",
+    "Cancelled": "",
+    "Checksummed": "sums reason",
+    "Checksums": "engine_id lease_id worker group borders",
+    "Error": "code message",
+    "Find": "engine_id find_id hashing hash_tokens hashes least_tokens unit_tokens",
+    "Follow": "engine_id transfer_id attempt tokens state wait_s host_tokens",
+    "Followed": (
+        "engine_id state lease_id lease_ttl_s attempt prompt_tokens prompt_digest block_sizes tokens "
+        "block_ids first_blocks reason in_host layers first_tokens adapter_digest media_digest"
+    ),
+    "Found": "engine_id hashing hash_tokens reason lease_id lease_ttl_s tokens block_ids block_sizes layers",
+    "Hello": "engine_id",
+    "Identity": "address nonce",
+    "LayerNumbers": "name layers numbers width",
+    "Locate": "engine_id lease_id",
+    "Located": "place slots reason",
+    "ModelIdentity": (
+        "architecture config_digest weights_digest layers kv_heads head_size model_dtype cache_dtype numbers "
+        "draft_digest"
+    ),
+    "Plane": (
+        "part layers head_start heads block_tokens content item_size blocks address layer_stride block_stride "
+        "head_stride token_stride content_stride packing total_heads optional dtype tokens_per_row tokens"
+    ),
+    "Region": "address size",
+    "Release": "engine_id lease_id reader readers pull_id contents place prefixes_at",
+    "Released": "valid reason",
+    "Renew": "engine_id lease_ids reading",
+    "Renewed": "valid",
+    "SlotRange": "first_token end_token first_blocks slots",
+    "TokenSplit": "interleave ranks rank",
+    "Welcome": "engine_id model workers verify host_workers locates max_model_len",
+    "WorkerGeometry": (
+        "tp_rank tp_size pp_rank pp_size engine_address groups regions transport identity pcp_rank pcp_size "
+        "same_host_address"
+    ),
+}
 HELLO = pack([PROTOCOL_VERSION, 11, {"type": "hello", "engine_id": ENGINE}])
 
 
@@ -168,3 +212,20 @@ def test_a_peer_that_has_left_is_not_answered(server: ControlServer, handler: Ha
     other = Stranger(server.port)
     assert other.ask(HELLO)[1] == 11
     other.close()
+
+
+def fields_of(kind: Any, found: dict[str, str]) -> dict[str, str]:
+    """The fields of every structure that a type has in it, by its name."""
+    is_structure = isinstance(kind, type) and (dataclasses.is_dataclass(kind) or issubclass(kind, msgspec.Struct))
+    if is_structure and kind.__name__ not in found:
+        found[kind.__name__] = " ".join(inspect.signature(kind).parameters)
+        for part in get_type_hints(kind).values():
+            fields_of(part, found)
+    for part in get_args(kind):
+        fields_of(part, found)
+    return found
+
+
+def test_the_version_is_that_of_these_fields() -> None:
+    """If a peer that does not know a field would go wrong, the protocol has a new version. Then write it down here."""
+    assert (PROTOCOL_VERSION, fields_of(Request | Reply, {})) == (3, FIELDS)
