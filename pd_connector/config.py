@@ -184,7 +184,7 @@ class ConnectorConfig(BaseModel):
     )
     model_check: Literal["weights", "config", "off"] = Field(
         default="weights",
-        description="What must be equal on both sides besides the caches' shape. weights: the model's "
+        description="What must be equal besides architecture, data types and caches' shape. weights: the model's "
         "configuration, rotary tables, scales, and some bytes of every tensor in safetensors, also of LoRA adapters; "
         "config: the same without tensors; off: nothing.",
     )

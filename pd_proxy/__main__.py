@@ -165,9 +165,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--first-token",
         choices=[*map(str, FirstTokenFrom)],
-        help="prefill: streams of greedy text completions begin with the prefill server's own token, as soon as it "
-        "has answered, and a decode server goes on behind it. decode: the whole answer is decode servers' "
-        "(default %(default)s)",
+        help="prefill: streams of greedy text completions (--plain-chats: and chats) begin with the prefill server's "
+        "own token, as soon as it has answered, and a decode server goes on behind it. decode: the whole answer is "
+        "decode servers' (default %(default)s)",
     )
     parser.add_argument(
         "--without-prefill",
@@ -195,14 +195,15 @@ def _parser() -> argparse.ArgumentParser:
         "--draining",
         metavar="FILE",
         help="names servers to be restarted, a URL a line, behind it where prefixes of a decode server are found; may "
-        "change at any time. They get no new requests; text completions go on at another decode server (default: none)",
+        "change at any time. They get new requests only while no other takes connections; text completions go on at "
+        "another decode server (default: none)",
     )
     parser.add_argument(
         "--plain-chats",
         action="store_true",
-        help="chats that limit their tokens are served as text completions are: they may begin with the prefill "
-        "server's token, and go on with --draining. Only where no server has a --tool-call-parser or "
-        "--reasoning-parser: these may hold text back, which would be lost (default: one decode server answers)",
+        help="chats of text alone are served as text completions are: they may begin with the prefill server's "
+        "token, and go on with --draining. Only where no server has a --tool-call-parser or --reasoning-parser: "
+        "these may hold text back, which would be lost (default: one decode server answers)",
     )
     parser.add_argument(
         "--api-key",

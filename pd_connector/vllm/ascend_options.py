@@ -42,7 +42,7 @@ _CACHE_OPTIONS: Mapping[str, str] = {
 #: Types of the sparse indexer's cache whose scales, if it has any, are a tensor beside it or in its page.
 _INDEXERS = frozenset({"auto", "bf16", "int8", "fp8"})
 
-#: vllm-ascend's pool of KV blocks. Its worker takes the process's transfer engine, which ``shared_engine`` takes too.
+#: vllm-ascend's pool of KV blocks. Its worker takes the process's transfer engine, which ``lent_engine`` takes too.
 ASCEND_STORE = "AscendStoreConnector"
 
 #: A setting of its layer by layer mode.

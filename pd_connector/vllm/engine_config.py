@@ -209,8 +209,8 @@ def check_one_engine_per_url(vllm_config: "VllmConfig") -> None:
         return
     raise UnsupportedError(
         f"bootstrap_port: this is the data-parallel engine {index} of several behind one URL, and a router that sends "
-        "both legs of a request at once cannot tell which of them takes it; give each engine a URL of its own "
-        "(--data-parallel-external-lb, or servers without --data-parallel-size), or set bootstrap_port to 0"
+        "both legs of a request at once cannot tell which of them takes it; give each engine a URL of its own (servers "
+        "without --data-parallel-size or, for experts, with --data-parallel-rank), or set bootstrap_port to 0"
     )
 
 

@@ -146,7 +146,7 @@ class _MlaOperators:
             if getattr(self._impl, switch, False):
                 raise LayersApartError(f"the cache is {what}")
         if getattr(self._impl, "enable_mlapo", False):
-            raise LayersApartError("the fused operator before MLA (VLLM_ASCEND_ENABLE_MLAPO) writes the cache")
+            raise LayersApartError("the fused operator before MLA (enable_mlapo) writes the cache")
 
     def write(self, cache: Parts, batch: Batch, seed: int) -> None:
         """Implement ``CacheOperators``."""

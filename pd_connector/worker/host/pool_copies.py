@@ -1,4 +1,4 @@
-"""Copies between this rank's host slots and a pool that engines share: the worker's part of ``scheduler/host/pool``.
+"""Copies between this rank's host slots and a pool that engines share: the worker's part of ``shared_pool.py``.
 
     put:    slot -> sealed objects in the buffer -> pool
     fetch:  pool -> buffer -> only what is sealed rightly -> slot

@@ -43,7 +43,7 @@ def in_parallel(size: int, index: int, *, external: bool) -> Any:
 
 @pytest.mark.parametrize(("size", "index"), [(2, 0), (2, 1), (1, 1)])
 def test_routers_cannot_be_told_of_engines_that_share_a_url(size: int, index: int) -> None:
-    with pytest.raises(UnsupportedError, match=f"bootstrap_port: .* engine {index} of several .*external-lb"):
+    with pytest.raises(UnsupportedError, match=f"bootstrap_port: .* engine {index} of several .*--data-parallel-rank"):
         check_one_engine_per_url(in_parallel(size, index, external=False))
 
 

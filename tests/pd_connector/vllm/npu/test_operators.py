@@ -81,7 +81,7 @@ def test_one_layer_of_each_kind_is_checked() -> None:
         (AscendSFAImpl(), "the attention implementation AscendSFAImpl is not known to take them"),
         (AscendMLAImpl(fa_quant_layer=True), "the cache is quantized"),
         (AscendMLAImpl(enable_kv_nz=True), "the cache is in the fractal order of kv_nz"),
-        (AscendMLAImpl(enable_mlapo=True), "VLLM_ASCEND_ENABLE_MLAPO"),
+        (AscendMLAImpl(enable_mlapo=True), "before MLA (enable_mlapo)"),
     ],
 )
 def test_implementations_that_nobody_has_looked_at_are_left_alone(impl: Any, why: str) -> None:
