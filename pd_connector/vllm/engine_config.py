@@ -122,11 +122,11 @@ def check_supported(vllm_config: "VllmConfig") -> None:
             "of its tokens are kept, which vLLM learns by computing the video only, not where its blocks are pulled or "
             "loaded; start without --video-pruning-rate, or without PDConnector"
         )
-    if getattr(vllm_config.parallel_config, "enable_fault_tolerance", False):  # of vLLM 0.32
+    if getattr(vllm_config.parallel_config, "enable_fault_tolerance", False):  # from vLLM 0.32 on
         raise UnsupportedError(
-            "enable_fault_tolerance: when vLLM goes on after a fault, it drops what workers have reported, so that the "
-            "blocks of pulls and copies would never be free again; start without --enable-fault-tolerance and without "
-            "--fault-tolerance-config, and let the engine be restarted"
+            "enable_fault_tolerance: when vLLM goes on after a fault, orders to workers or their reports are lost, so "
+            "that the blocks of pulls and copies would never be free again; start without --enable-fault-tolerance and "
+            "without --fault-tolerance-config, and let the engine be restarted"
         )
     cache = vllm_config.cache_config
     if getattr(cache, "calculate_kv_scales", False) and str(cache.cache_dtype).startswith("fp8"):  # of vLLM 0.23

@@ -10,6 +10,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from pd_connector.vllm.engine_core import core_under_construction
+from pd_connector.vllm.releases.installed import current
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -40,6 +41,27 @@ def watch_model(changed: Callable[[str], None], adapter_loaded: "Callable[[LoRAR
         return
     core.collective_rpc = _calls_told(core.collective_rpc, changed)
     core.add_lora = _adapters_told(core.add_lora, changed, adapter_loaded)
+    # With this allocator, vLLM sleeps on request, also without sleep mode.
+    model = getattr(getattr(core, "vllm_config", None), "model_config", None)
+    if getattr(model, "enable_cumem_allocator", False) and not current().tells_of_sleep:
+        for name in ("sleep", "release_kv_cache_memory"):
+            if hasattr(core, name):
+                setattr(core, name, _refused(getattr(core, name)))
+
+
+def _refused(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse what unmaps the KV cache, whose memory is registered for transfers. Level 0 of sleep only pauses."""
+
+    @wraps(call)
+    def refuse(level: int = 1, *args: Any, **kwargs: Any) -> Any:
+        if level:
+            raise RuntimeError(
+                f"{call.__name__}: PDConnector has the KV cache registered for transfers, and this vLLM does not tell "
+                "connectors when it unmaps it; use vLLM 0.33 or later"
+            )
+        return call(level, *args, **kwargs)
+
+    return refuse
 
 
 def may_change_weights(method: object) -> bool:

@@ -48,16 +48,23 @@ class Prompts:
         if (whole := self._whole.get(request.request_id)) is not None:
             return whole
         adapter: LoRARequest | None = request.lora_request
-        extra = [f"lora:{adapter.lora_name}"] if adapter is not None else []
+        extra = _adapter_name(request)
         if (embedded := getattr(request, "prompt_embeds", None)) is not None:
-            extra.append(f"embeds:{_embeddings_digest(embedded)}")
+            extra = (*extra, f"embeds:{_embeddings_digest(embedded)}")
         return PromptIdentity(
             tokens=request.num_prompt_tokens,
-            digest=prompt_digest(request.prompt_token_ids, tuple(extra)),
+            digest=prompt_digest(request.prompt_token_ids, extra),
             adapter=str(adapter.lora_name) if adapter is not None else "",
             adapter_digest=self._adapter_digest(adapter) if adapter is not None else "",
             media_digest=self._media_digest(request),
         )
+
+    def continues(self, request: "Request", earlier: PromptIdentity | None) -> bool:
+        """Return whether a request's prompt begins with an earlier one and goes on. False if either has embeddings."""
+        if earlier is None or not earlier.digest or not request.prompt_token_ids:
+            return False
+        begins = prompt_digest(request.prompt_token_ids[: earlier.tokens], _adapter_name(request))
+        return begins == earlier.digest and request.num_prompt_tokens > earlier.tokens
 
     def cut(self, request: "Request", hash_tokens: int, *, drafts: bool = False) -> None:
         """Leave the last token of a prompt to the engine that decodes, if possible; see ``leave_last_token``.
@@ -118,6 +125,11 @@ class Prompts:
             for each in request.mm_features
         ]
         return f"{self._hashing}:{_digest(features)}"
+
+
+def _adapter_name(request: "Request") -> tuple[str, ...]:
+    """Return what a prompt's digest has of its LoRA adapter."""
+    return () if request.lora_request is None else (f"lora:{request.lora_request.lora_name}",)
 
 
 def _media_hashing(vllm_config: "VllmConfig | None") -> str:

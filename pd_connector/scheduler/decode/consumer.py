@@ -133,11 +133,11 @@ class Consumer(SchedulerRole):
         if request.request_id in self._legs:
             logger.error("PDConnector: request %s came twice; the second one is ignored", request.request_id)
             return
-        prompt = None
-        if not is_placeholder(request):
-            prompt = self._prompts.identify(request)
+        prompt = None if is_placeholder(request) else self._prompts.identify(request)
         try:
             asked = parse_decode_leg(request.kv_transfer_params)
+            if self._prompts.continues(request, earlier := self._used.spent_by(asked)):
+                prompt = earlier  # vLLM calls a tool of its own, and asks anew with the same params: nothing is pulled
             if isinstance(asked, RemotePrefill) and prompt is not None:
                 check_prompt(asked, prompt)
             self._take_up(request.request_id, asked, prompt)

@@ -35,6 +35,10 @@ class SingleUse:
         """Return whether a request uses it."""
         return key in self._in_use
 
+    def spent_by(self, asked: RemotePrefill | RemoteTransfer) -> PromptIdentity | None:
+        """Return the prompt that has used what a decode leg asks for; None if none has, or it is not known."""
+        return self._spent.get(key_of(asked))
+
     def check_prompt(self, asked: RemotePrefill | RemoteTransfer, prompt: PromptIdentity | None) -> None:
         """Check that a transfer's name is, or was, of the ``prompt`` that it is given with, as far as both are known.
 

@@ -1,6 +1,8 @@
 """What may change an engine's model while it serves is noticed where vLLM's engine core is told to do it."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,6 +10,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
 from pd_connector.vllm.model_changes import may_change_weights, watch_model
+from pd_connector.vllm.releases import installed
 
 
 class Executor:
@@ -31,8 +34,9 @@ class Executor:
 class Core(EngineCore):  # type: ignore[misc]  # vLLM is untyped here
     """An engine core of which only the workers are there; it does ``work`` while it is constructed."""
 
-    def __init__(self, work: Callable[[], object]) -> None:
+    def __init__(self, work: Callable[[], object], *, cumem: bool = False) -> None:
         self.model_executor = Executor()
+        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(enable_cumem_allocator=cumem))
         work()
 
 
@@ -102,3 +106,16 @@ def test_where_no_core_is_under_construction_nothing_is_watched(changes: list[st
     core = Core(lambda: None)
     core.collective_rpc("reload_weights")
     assert changes == []
+
+
+@pytest.mark.skipif(installed.current().tells_of_sleep, reason="vLLM tells of it")
+@pytest.mark.parametrize("cumem", [True, False])
+def test_the_cache_is_not_unmapped_where_nobody_is_told(cumem: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With --enable-cumem-allocator, vLLM sleeps without --enable-sleep-mode, too."""
+    slept: list[int] = []
+    monkeypatch.setattr(Core, "sleep", lambda self, level=1, mode="abort": slept.append(level))
+    core = Core(lambda: watch_model(lambda by: None, lambda adapter: False), cumem=cumem)
+    with pytest.raises(RuntimeError, match="registered for transfers") if cumem else nullcontext():
+        core.sleep(1, "wait")
+    core.sleep(level=0)
+    assert slept == ([0] if cumem else [1, 0])

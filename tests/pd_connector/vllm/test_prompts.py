@@ -250,3 +250,14 @@ def test_a_grammar_rejects_no_token_that_was_left_out() -> None:
     Prompts().cut(request, 2, drafts=True)
     assert request.prompt_token_ids == [5, 6]
     assert request.sampling_params is asked
+
+
+def test_what_goes_on_behind_a_prompt() -> None:
+    prompts, french = Prompts(), SimpleNamespace(lora_name="french", lora_int_id=1, lora_path="nowhere")
+    earlier = prompts.identify(a_request())
+    longer, other = [*PROMPT, 7], [9, *PROMPT[1:], 7]
+    assert prompts.continues(a_request(longer), earlier)
+    assert not prompts.continues(a_request(), earlier)
+    assert not prompts.continues(a_request(other), earlier)
+    assert not prompts.continues(a_request(longer, lora_request=french), earlier)
+    assert not prompts.continues(a_request(longer), None)

@@ -334,8 +334,16 @@ def test_requests_of_the_same_transfer_follow_the_first(decode: Decode) -> None:
     assert decode.cancels() == []
 
 
-@pytest.mark.parametrize("state", ["announced", "pulling", "settled"])
-@pytest.mark.parametrize(("tokens", "seed"), [(71, 0), (70, 1)])
+@pytest.mark.parametrize(
+    ("state", "tokens", "seed"),
+    [
+        ("announced", 71, 0),
+        ("pulling", 71, 0),
+        *((state, 70, 1) for state in ("announced", "pulling", "settled")),
+        ("settled", 71, 1),
+        ("settled", 69, 0),
+    ],
+)
 def test_another_prompt_with_the_same_transfer_id_is_refused(
     decode: Decode, state: str, tokens: int, seed: int
 ) -> None:
@@ -353,6 +361,25 @@ def test_another_prompt_with_the_same_transfer_id_is_refused(
     assert "transfer T at 10.0.0.5:8998 is that of another request, whose prompt has 70 tokens" in refusal.reason
     assert "a transfer_id of its own" in refusal.reason
     decode.settle(other)
+    assert decode.cancels() == []
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_prompt_that_goes_on_behind_one_that_was_pulled_is_computed_here(decode: Decode, is_named: bool) -> None:
+    """As vLLM asks when it has called one of its own tools: with the same params."""
+    first = a_named_request("first") if is_named else a_decode_request("first")
+    decode.add(first)
+    if is_named:
+        decode.answer(computing(16))
+    decode.schedules(first)
+    decode.consumer.step_orders({})
+    decode.settle(first)
+    behind = a_named_request("behind", 90)
+    behind.kv_transfer_params = first.kv_transfer_params
+    decode.add(behind)
+    assert decode.asks(behind, 64) == 0
+    decode.allocates(behind, 0)
+    assert decode.consumer.step_orders({}).refusals == ()
     assert decode.cancels() == []
 
 
