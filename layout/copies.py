@@ -34,6 +34,15 @@ class Copies:
         return Copies(self.destinations[which], self.sources[which], self.sizes[which])
 
     @property
+    def columns(self) -> tuple[Int64Array, Int64Array, Int64Array]:
+        """Destinations, sources and sizes, as compiled loops and C take them."""
+        return self.destinations, self.sources, self.sizes
+
+    def contiguous(self) -> "Copies":
+        """Return the same in arrays that lie dense in memory, which C and compiled loops need."""
+        return Copies(*(np.ascontiguousarray(column, np.int64) for column in self.columns))
+
+    @property
     def total_bytes(self) -> int:
         """Total bytes of all descriptors."""
         return int(self.sizes.sum())

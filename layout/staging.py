@@ -151,7 +151,7 @@ def warm_up() -> None:
 
 
 def _sort_by_source(copies: Copies) -> Copies:
-    copies = Copies(*(np.ascontiguousarray(a, np.int64) for a in (copies.destinations, copies.sources, copies.sizes)))
+    copies = copies.contiguous()
     if _ascending(copies.sources):
         return copies
     return copies[np.argsort(copies.sources, kind="stable")]  # fast if the sources consist of a few ascending parts
@@ -162,7 +162,7 @@ def _join(runs: Copies, local: RegionTable, remote: RegionTable) -> Copies:
     if not len(runs):
         return runs
     continues = np.empty(len(runs), np.bool_)
-    _continues(runs.destinations, runs.sources, runs.sizes, continues)
+    _continues(*runs.columns, continues)
     later = np.flatnonzero(continues)
     before = later - 1
     both = runs.sizes[before] + runs.sizes[later]
@@ -190,10 +190,10 @@ def _lay_out(
     staged = int((ends - begins).sum())
     direct, reads, moves = (np.empty((3, count), np.int64) for count in (len(runs) - staged, staged, staged))
     borders = np.empty((staged + 1, 2), np.int64)
-    arrays = runs.destinations, runs.sources, runs.sizes
     area = _areas_of(runs.destinations, areas)
     last_window = np.full(1 if areas is None else len(areas.starts) + 1, -1, np.int64)
     limits = np.array([half, 1 if areas is None else areas.per_window], np.int64)
+    arrays = runs.columns
     windows = _place(arrays, area, last_window, begins, ends, staging.address, limits, direct, reads, moves, borders)
     borders = borders[: windows + 1]
     return Copies(*direct), Copies(*reads[:, : borders[-1, 0]]), Copies(*moves), borders

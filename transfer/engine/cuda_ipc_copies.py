@@ -4,7 +4,7 @@ The host looks at each run once, in a compiled loop: more than that would take l
 """
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -91,14 +91,13 @@ class MappedCopies:
         local, peer, allocations = memory.local, memory.peer, memory.allocations
         if not (local.regions and peer.regions and allocations.regions):
             return None
-        columns = (copies.destinations, copies.sources, copies.sizes)
-        destinations, sources, sizes = (np.ascontiguousarray(each, np.int64) for each in columns)
+        copies = copies.contiguous()
         tables = local.starts, local.ends, peer.starts, peer.ends, allocations.starts, allocations.ends
         limits = np.where(np.isin(local.starts, memory.on_device.starts), self._shorter_than, 0)
         here, by_kernel = np.empty(len(copies), np.int64), np.empty(len(copies), np.bool_)
         shifts = memory.mapped_at - allocations.starts
-        kernels = _locate(destinations, sources, sizes, *tables, limits, shifts, here, by_kernel)
-        return PlacedCopies(Copies(destinations, here, sizes), by_kernel, kernels) if kernels >= 0 else None
+        kernels = _locate(*copies.columns, *tables, limits, shifts, here, by_kernel)
+        return PlacedCopies(replace(copies, sources=here), by_kernel, kernels) if kernels >= 0 else None
 
     def start(self, placed: PlacedCopies) -> DeviceEvent:
         """Start to copy; return the event of the end of all.

@@ -129,7 +129,7 @@ def submit(native: NativeEngine, address: str, part: Copies) -> ReadBatch | None
 
     The first batch of an engine must hold one descriptor: it shows whether this build's counters can be read.
     """
-    destinations, sources, sizes = part.destinations.tolist(), part.sources.tolist(), part.sizes.tolist()
+    destinations, sources, sizes = (column.tolist() for column in part.columns)
     if native.counts is False:
         return _submit_singly(native, address, destinations, sources, sizes)
     assert native.counts or len(part) == 1, "the first batch of an engine shows what Mooncake's batches look like"

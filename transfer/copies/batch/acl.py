@@ -105,7 +105,7 @@ class AclRuntime(CopyRuntime):
     def submit_singly(self, copies: Copies, direction: Direction, stream: int) -> Refusal | None:
         """See ``CopyRuntime``."""
         memcpy = self._functions["aclrtMemcpyAsync"]
-        index, code = acl_copies(memcpy, copies.destinations, copies.sources, copies.sizes, _KINDS[direction], stream)
+        index, code = acl_copies(memcpy, *copies.columns, _KINDS[direction], stream)
         return Refusal(code, index, "aclrtMemcpyAsync") if code != abi.SUCCESS else None
 
     def is_unsupported(self, code: int) -> bool:

@@ -91,7 +91,7 @@ class CudaRuntime(CopyRuntime):
     ) -> Refusal | None:
         """See ``CopyRuntime``."""
         memcpy = self._functions["cuMemcpyAsync"]
-        index, code = cuda_copies(memcpy, copies.destinations, copies.sources, copies.sizes, stream)
+        index, code = cuda_copies(memcpy, *copies.columns, stream)
         return Refusal(code, index, "cuMemcpyAsync") if code != abi.SUCCESS else None
 
     def is_unsupported(self, code: int) -> bool:

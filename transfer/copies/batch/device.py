@@ -7,8 +7,6 @@ import logging
 from abc import ABC, abstractmethod
 from typing import NamedTuple
 
-import numpy as np
-
 from layout.copies import EMPTY, Copies
 from transfer.copies.batch.base import CopyBackend, CopyFailed, DeviceEvent, Direction
 from transfer.copies.batch.streams import DeviceStream
@@ -190,4 +188,4 @@ def _as_c_arrays(copies: Copies) -> Copies:
     """Return the copies as contiguous arrays for C, without empty ones, which drivers refuse."""
     if len(copies) and not int(copies.sizes.min()):
         copies = copies[copies.sizes > 0]
-    return Copies(*(np.ascontiguousarray(a, np.int64) for a in (copies.destinations, copies.sources, copies.sizes)))
+    return copies.contiguous()

@@ -9,7 +9,6 @@ The destination is written once and read much later by other code. Whole cache l
 
 from typing import Any
 
-import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import njit, types
 from numba.extending import intrinsic
@@ -83,7 +82,7 @@ def run_copies(copies: Copies) -> None:
         ValueError: a size is negative. Nothing was copied.
     """
     copies.check_sizes()
-    _kernel(*(np.ascontiguousarray(a, np.int64) for a in (copies.destinations, copies.sources, copies.sizes)))
+    _kernel(*copies.contiguous().columns)
 
 
 def warm_up() -> None:

@@ -66,18 +66,16 @@ class RunKernel:
         Raises:
             ValueError: a size is negative, or a run leaves ``within``.
         """
-        columns = (np.ascontiguousarray(each, np.int64) for each in (copies.destinations, copies.sources, copies.sizes))
-        runs = Copies(*columns)
+        runs = copies.contiguous()
         calls: list[Callable[[], None]] = []
         for first in range(0, max(len(runs), 1), MOST_RUNS):
-            part = runs[first : first + MOST_RUNS]
-            part_runs = part.destinations, part.sources, part.sizes
-            are_right, pieces, bits, longest = _look(*part_runs, within.starts, within.ends, PIECE_BYTES)
+            part = runs[first : first + MOST_RUNS].columns
+            are_right, pieces, bits, longest = _look(*part, within.starts, within.ends, PIECE_BYTES)
             if not are_right:
                 raise ValueError("a run leaves the memory that it may touch, or has a negative size")
             if pieces:
                 width = next(width for width in _WORD_BYTES if not bits % width)
-                calls.append(partial(self._launch, part_runs, pieces, width, longest, most_programs))
+                calls.append(partial(self._launch, part, pieces, width, longest, most_programs))
         return calls
 
     def _launch(self, runs: tuple[Any, ...], pieces: int, width: int, longest: int, most_programs: int = 0) -> None:

@@ -164,8 +164,7 @@ class TensorCopier:
             self._copy_one_by_one(copies)
 
     def _copy_one_by_one(self, copies: Copies) -> None:
-        columns = (copies.destinations, copies.sources, copies.sizes)
-        for target, origin, size in zip(*(column.tolist() for column in columns), strict=True):
+        for target, origin, size in zip(*(column.tolist() for column in copies.columns), strict=True):
             self._storages.bytes_at(target, size).copy_(self._storages.bytes_at(origin, size))
 
     def _copy_rows(self, rows: Rows) -> None:
