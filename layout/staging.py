@@ -38,6 +38,10 @@ class CopyAreas:
     per_window: int
 
 
+#: Memory to all of which any window may copy.
+ONE_AREA = CopyAreas(np.empty(0, np.int64), 1)
+
+
 @dataclass(frozen=True, slots=True)
 class StagedWindow:
     """A part of a pull that fits half of the staging buffer: run all ``reads``, then all ``copies``."""
@@ -99,7 +103,7 @@ def schedule_reads(
     local: RegionTable,
     remote: RegionTable,
     staging: Region | None,
-    areas: CopyAreas | None = None,
+    areas: CopyAreas = ONE_AREA,
 ) -> Schedule:
     """Choose the cheapest way to read ``copies``: which runs directly, and which through ``staging``.
 
@@ -116,7 +120,7 @@ def schedule_reads(
         local: the memory registered here; each direct read stays inside one of its regions.
         remote: the memory registered by the peer; each read stays inside one of its regions.
         staging: the whole buffer, of which a window uses half. With None or less than two bytes nothing is staged.
-        areas: limits the areas that each window copies to; None: no limit.
+        areas: limits the areas that each window copies to.
 
     Raises:
         ValueError: a size is not positive.
@@ -183,27 +187,20 @@ def _choose(runs: Copies, remote: RegionTable, cost: CostModel, half: int) -> tu
 
 
 def _lay_out(
-    runs: Copies, begins: Int64Array, ends: Int64Array, staging: Region, areas: CopyAreas | None
+    runs: Copies, begins: Int64Array, ends: Int64Array, staging: Region, areas: CopyAreas
 ) -> tuple[Copies, Copies, Copies, Int64Array]:
     """Return the direct reads, the reads into the staging buffer, the copies out of it, and the windows' borders."""
     half = staging.size // 2
     staged = int((ends - begins).sum())
     direct, reads, moves = (np.empty((3, count), np.int64) for count in (len(runs) - staged, staged, staged))
     borders = np.empty((staged + 1, 2), np.int64)
-    area = _areas_of(runs.destinations, areas)
-    last_window = np.full(1 if areas is None else len(areas.starts) + 1, -1, np.int64)
-    limits = np.array([half, 1 if areas is None else areas.per_window], np.int64)
+    area = np.searchsorted(areas.starts, runs.destinations, side="right")  # 0: before the first one
+    last_window = np.full(len(areas.starts) + 1, -1, np.int64)
+    limits = np.array([half, areas.per_window], np.int64)
     arrays = runs.columns
     windows = _place(arrays, area, last_window, begins, ends, staging.address, limits, direct, reads, moves, borders)
     borders = borders[: windows + 1]
     return Copies(*direct), Copies(*reads[:, : borders[-1, 0]]), Copies(*moves), borders
-
-
-def _areas_of(destinations: Int64Array, areas: CopyAreas | None) -> Int64Array:
-    """Return the number of each destination's area; 0 if it is before all of them, or if there are none."""
-    if areas is None:
-        return np.zeros(len(destinations), np.int64)
-    return np.searchsorted(areas.starts, destinations, side="right")
 
 
 #: A read that fits this often into a window is small: the bytes that a window lacks so that it is whole are few.

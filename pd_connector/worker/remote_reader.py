@@ -19,7 +19,7 @@ from layout.copies import Copies
 from layout.cost import CostModel, ReadCost
 from layout.geometry import Region
 from layout.regions import RegionTable
-from layout.staging import CopyAreas, Schedule, schedule_reads
+from layout.staging import ONE_AREA, CopyAreas, Schedule, schedule_reads
 from pd_connector.worker.device_fence import Land, nothing_to_land
 from pd_connector.worker.device_memory import device_memory
 from transfer.copies.reshape import reshape
@@ -78,7 +78,7 @@ class RemoteReader:
         local_regions: tuple[Region, ...],
         pool: SlotPool | None = None,
         copy: Copier = reshape.run_copies,
-        areas: CopyAreas | None = None,
+        areas: CopyAreas = ONE_AREA,
         land: Land = nothing_to_land,
     ) -> None:
         """Compile the planning kernels, so that no pull waits for that.
