@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
+import numpy.typing as npt
 
 from layout.geometry import Region
 from transfer import numa
@@ -35,6 +36,11 @@ def is_readable(address: int) -> bool:
     finally:
         os.close(reading)
         os.close(writing)
+
+
+def bytes_of(region: Region) -> npt.NDArray[np.uint8]:
+    """Return host memory as an array, valid as long as the memory is. Shape [bytes]."""
+    return np.frombuffer(memoryview((ctypes.c_uint8 * region.size).from_address(region.address)), np.uint8)
 
 
 class HostMemory:

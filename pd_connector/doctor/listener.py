@@ -5,7 +5,6 @@ questions that the doctor asks a vLLM server. ``serve_apart`` has one in a proce
 crashes takes its process with it.
 """
 
-import ctypes
 import json
 import logging
 import socket
@@ -36,7 +35,7 @@ from pd_connector.secret import load_keys
 from pd_connector.worker.lease_checksums import CacheChecksums
 from transfer.control.server import ControlServer
 from transfer.engine.interface import TransferEngine
-from transfer.memory import HostMemory
+from transfer.memory import HostMemory, bytes_of
 from transfer.peers import Address, resolve
 
 logger = logging.getLogger(__name__)
@@ -135,8 +134,7 @@ def _plane(address: int) -> Plane:
 
 def _fill(region: Region) -> None:
     """Fill memory with noise, so that no two places of it look alike."""
-    view = np.ctypeslib.as_array((ctypes.c_uint8 * region.size).from_address(region.address))
-    view[:] = np.frombuffer(np.random.default_rng().bytes(region.size), np.uint8)
+    bytes_of(region)[:] = np.frombuffer(np.random.default_rng().bytes(region.size), np.uint8)
 
 
 class _Handler(BaseHTTPRequestHandler):

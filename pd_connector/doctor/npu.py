@@ -21,6 +21,7 @@ from layout.copies import Copies
 from pd_connector.doctor.findings import Check, CheckFailed
 from transfer.copies.batch import acl_abi
 from transfer.copies.batch.acl import LIBRARY
+from transfer.memory import bytes_of
 
 #: Where CANN and the driver say their versions.
 _CANN_ROOTS = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
@@ -86,7 +87,7 @@ def batched_copies() -> str:
     buffer = torch.empty(size, dtype=torch.uint8, device="npu")
     torch.npu.synchronize()
     memory = pinned_memory(Backend.ACL, 2 * size, buffer.device.index)
-    host = np.ctypeslib.as_array((ctypes.c_uint8 * (2 * size)).from_address(memory.region.address))
+    host = bytes_of(memory.region)
     sent, received = host[:size], host[size:]
     sent[:] = random.integers(0, 256, size, np.uint8)
     to, back = random.permutation(_RUNS), random.permutation(_RUNS)

@@ -11,10 +11,10 @@ from typing import TypeVar
 import numpy as np
 
 from pd_connector.doctor.findings import Check, CheckFailed, CheckWarned
+from transfer.memory import bytes_of
 from transfer.peers import Address
 from transfer.store.interface import ObjectStore, Piece, StoreFailed
 from transfer.store.mooncake_store import MooncakeStore
-from transfer.store.slot_objects import bytes_of
 from transfer.store.store_thread import StoreThread
 
 _OBJECTS, _OBJECT_BYTES = 16, 1 << 20

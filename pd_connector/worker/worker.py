@@ -63,8 +63,9 @@ from pd_connector.worker.worker_role import Arrivals, FailedBlocks, WorkerRole, 
 from transfer.control.client import ControlClient
 from transfer.copies.checksums.block_checksums import BlockReader, in_place
 from transfer.copies.checksums.device_reader import DeviceReader
-from transfer.copies.clearing import TailCleaner, host_tensor
+from transfer.copies.clearing import TailCleaner
 from transfer.engine.interface import EngineStartError, TransferEngine
+from transfer.memory import bytes_of
 from transfer.peers import AllowedPeers
 
 if TYPE_CHECKING:
@@ -437,7 +438,7 @@ class ConnectorWorker:
             reads=reads,
             verifier=verifier,
             raise_fence=no_fence,
-            clear_tails=self._cleaner(geometry, [host_tensor(host.region)]),
+            clear_tails=self._cleaner(geometry, [torch.from_numpy(bytes_of(host.region))]),
         )
         return LandingPulls(context, self._limits.peer_idle_s, self._stats)
 

@@ -1,20 +1,14 @@
 """Sets rows of caches to zero."""
 
-import ctypes
 from collections.abc import Sequence
 
 import torch
 
-from layout.geometry import Region, WorkerGeometry
+from layout.geometry import WorkerGeometry
 from layout.plan import BlockTable
 from layout.tails import Tail, tails
 from transfer.copies.reshape.reshape_torch import SideStream
 from transfer.copies.reshape.storages import StorageTable
-
-
-def host_tensor(region: Region) -> torch.Tensor:
-    """Return host memory as a tensor, which is valid as long as the memory is. Shape [bytes], uint8."""
-    return torch.frombuffer((ctypes.c_ubyte * region.size).from_address(region.address), dtype=torch.uint8)
 
 
 class TailCleaner:

@@ -8,7 +8,6 @@ torn and what another version wrote is the same: no object.
 All of it is in host memory. Copies and codes release the GIL. Of 192 KiB, GMAC takes half of the time of BLAKE3.
 """
 
-import ctypes
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from layout.block_objects import ObjectForm
 from layout.geometry import Plane, Region
+from transfer.memory import bytes_of
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -94,11 +94,6 @@ class SlotObjects:
         # GMAC is broken where a key and its nonce serve twice. This key serves once, so that its nonce may be constant.
         used_once = blake3(key.encode() + b"\0" + nonce, key=self._secret).digest()
         return AESGCM(used_once).encrypt(_NO_NONCE, b"", object_bytes.data)
-
-
-def bytes_of(region: Region) -> Bytes:
-    """Return host memory as an array, valid as long as the memory is. Shape [bytes]."""
-    return np.frombuffer(memoryview((ctypes.c_uint8 * region.size).from_address(region.address)), np.uint8)
 
 
 def _view(plane: Plane, layers: Sequence[int]) -> _View:

@@ -24,10 +24,11 @@ from pd_connector.stats import StatsRecorder
 from pd_connector.worker.host.pool import HostPool
 from pd_connector.worker.worker_role import WorkerRole
 from transfer.control.keys import ControlKeys
+from transfer.memory import bytes_of
 from transfer.peers import parse_address
 from transfer.store.interface import ObjectStore, Piece, StoreFailed
 from transfer.store.mooncake_store import MooncakeStore, load
-from transfer.store.slot_objects import HEADER_BYTES, KEY_BYTES, SlotObjects, bytes_of
+from transfer.store.slot_objects import HEADER_BYTES, KEY_BYTES, SlotObjects
 from transfer.store.store_thread import StoreThread
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,8 @@ from tests.support.connector.engines import placed
 from tests.support.layout.oracle import LAYOUTS, WHOLE_HEADS, Engine, Held, Model, Rank, Table, build
 from tests.support.layout.ranks import planes_of
 from tests.support.layout.strategies import engines, models, thorough
-from transfer.copies.clearing import TailCleaner, host_tensor
+from transfer.copies.clearing import TailCleaner
+from transfer.memory import bytes_of
 
 TOKENS = 75
 
@@ -71,5 +72,5 @@ def test_a_kernel_block_that_is_moved_whole_is_not_cut(layout: str, form: str, e
 
 def test_host_memory_is_cleared_where_it_lies() -> None:
     memory = np.full(64, 7, np.uint8)
-    host_tensor(Region(memory.ctypes.data + 16, 32)).zero_()
+    torch.from_numpy(bytes_of(Region(memory.ctypes.data + 16, 32))).zero_()
     assert memory.tolist() == [7] * 16 + [0] * 32 + [7] * 16

@@ -3,15 +3,15 @@
 Does not know what the bytes mean, and compares nothing.
 """
 
-import ctypes
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from layout.geometry import Plane
+from layout.geometry import Plane, Region
 from layout.plan import BlockTable
 from transfer.copies.checksums.block_checksums import BlockReader, ReadableBlocks, held_blocks, in_place
+from transfer.memory import bytes_of
 
 UInt8Array = npt.NDArray[np.uint8]
 
@@ -70,6 +70,6 @@ def _rows(view: ReadableBlocks) -> UInt8Array:
     plane, blocks = view.plane, np.asarray(view.blocks, np.int64)
     shape = (len(plane.layers), plane.blocks, plane.block_tokens, plane.heads, plane.content, plane.item_size)
     strides = (plane.layer_stride, plane.block_stride, plane.token_stride, plane.head_stride, plane.content_stride, 1)
-    first = np.ctypeslib.as_array((ctypes.c_uint8 * plane.item_size).from_address(plane.address))
+    first = bytes_of(Region(plane.address, plane.item_size))
     items = np.lib.stride_tricks.as_strided(first, shape, strides, writeable=False)
     return items[:, blocks].reshape(shape[0], len(blocks), *shape[2:4], plane.content * plane.item_size)
