@@ -17,14 +17,13 @@ import ctypes
 import logging
 import mmap
 from contextlib import ExitStack
-from typing import Any
 
 from layout.copies import Copies
 from layout.geometry import Region
 from transfer import numa
 from transfer.copies.batch import acl_abi as abi
 from transfer.copies.batch.base import CopierStartError, Direction
-from transfer.copies.batch.device import CopyRuntime, Explanation, Refusal
+from transfer.copies.batch.device import CopyRuntime, Explanation, Refusal, bind
 from transfer.copies.batch.single import acl_copies
 from transfer.memory import PinnedMemory, warn_of_node
 
@@ -36,6 +35,9 @@ _KINDS = {
     Direction.HOST_TO_DEVICE: abi.MEMCPY_HOST_TO_DEVICE,
     Direction.DEVICE_TO_HOST: abi.MEMCPY_DEVICE_TO_HOST,
 }
+
+#: What it means if the library lacks a function.
+_OTHERWISE = "it is not CANN's, or too old. CANN 8.0 or newer is needed"
 
 
 class AclRuntime(CopyRuntime):
@@ -52,7 +54,7 @@ class AclRuntime(CopyRuntime):
             CopierStartError: a required function is missing.
         """
         self._device = device
-        self._functions = _bind(library)
+        self._functions = bind(library, LIBRARY, abi.PROTOTYPES, abi.REQUIRED, _OTHERWISE)
         self._v2 = self._functions.get("aclrtMemcpyBatchAsyncV2")  # of CANN 9.1; ACL's version number does not tell
         self._v1 = self._functions.get("aclrtMemcpyBatchAsync")
 
@@ -151,31 +153,11 @@ class AclRuntime(CopyRuntime):
                     warn_of_node(node, refusal)
             code = self._functions["aclrtMallocHost"](ctypes.byref(start), size + mmap.PAGESIZE)
         if code != abi.SUCCESS or start.value is None:
-            error = self.explain(code)
-            raise CopierStartError(f"aclrtMallocHost refused {size} bytes: {code} {error.name}: {error.meaning}")
+            raise CopierStartError(f"aclrtMallocHost refused {size} bytes: {self.describe(code)}")
         allocation = start.value
         return PinnedMemory(Region(allocation + -allocation % mmap.PAGESIZE, size), lambda: self._free(allocation))
 
     def _free(self, allocation: int) -> None:
         code = self._functions["aclrtFreeHost"](allocation)
         if code != abi.SUCCESS:
-            error = self.explain(code)
-            logger.warning("aclrtFreeHost refused %#x: %d %s: %s", allocation, code, error.name, error.meaning)
-
-
-def _bind(library: ctypes.CDLL) -> dict[str, Any]:
-    """Return the library's functions by name, with their prototypes set."""
-    functions: dict[str, Any] = {}
-    for name, (argument_types, result_type) in abi.PROTOTYPES.items():
-        try:
-            function = getattr(library, name)
-        except AttributeError:
-            continue
-        function.argtypes, function.restype = argument_types, result_type
-        functions[name] = function
-    missing = [name for name in abi.REQUIRED if name not in functions]
-    if missing:
-        raise CopierStartError(
-            f"{LIBRARY} has no {', '.join(missing)}: it is not CANN's, or too old. CANN 8.0 or newer is needed"
-        )
-    return functions
+            logger.warning("aclrtFreeHost refused %#x: %s", allocation, self.describe(code))

@@ -14,7 +14,7 @@ from layout.copies import Copies
 from layout.geometry import Region
 from transfer.copies.batch import cuda_abi as abi
 from transfer.copies.batch.base import CopierStartError, Direction
-from transfer.copies.batch.device import CopyRuntime, Explanation, Refusal
+from transfer.copies.batch.device import CopyRuntime, Explanation, Refusal, bind
 from transfer.copies.batch.single import cuda_copies
 from transfer.errors import TransferError
 from transfer.memory import HostMemory, PinnedMemory
@@ -22,6 +22,9 @@ from transfer.memory import HostMemory, PinnedMemory
 logger = logging.getLogger(__name__)
 
 LIBRARY = "libcuda.so.1"
+
+#: What it means if the library lacks a function.
+_OTHERWISE = "it is not NVIDIA's driver, or too old. A driver for CUDA 12 is needed"
 
 
 class IpcRefused(TransferError):  # noqa: N818  named after the event
@@ -41,7 +44,9 @@ class CudaRuntime(CopyRuntime):
         Raises:
             CopierStartError: a required function is missing.
         """
-        self._functions = _bind(library)
+        prototypes = {name: (arguments, ctypes.c_int) for name, arguments in abi.PROTOTYPES.items()}
+        required = abi.PROTOTYPES.keys() - abi.OPTIONAL
+        self._functions = bind(library, LIBRARY, prototypes, required, _OTHERWISE)
         self._batch = self._find_batch()
 
     @classmethod
@@ -135,15 +140,13 @@ class CudaRuntime(CopyRuntime):
         address = memory.region.address
         code = self._functions["cuMemHostRegister_v2"](address, size, abi.MEM_HOST_REGISTER_PORTABLE)
         if code != abi.SUCCESS:
-            error = self.explain(code)
-            raise CopierStartError(f"cuMemHostRegister refused {size} bytes: {code} {error.name}: {error.meaning}")
+            raise CopierStartError(f"cuMemHostRegister refused {size} bytes: {self.describe(code)}")
         return PinnedMemory(memory.region, lambda: self._unpin(address), owner=memory)
 
     def _unpin(self, address: int) -> None:
         code = self._functions["cuMemHostUnregister"](address)
         if code != abi.SUCCESS:
-            error = self.explain(code)
-            logger.warning("cuMemHostUnregister refused %#x: %d %s: %s", address, code, error.name, error.meaning)
+            logger.warning("cuMemHostUnregister refused %#x: %s", address, self.describe(code))
 
     def allocation(self, address: int) -> Region:
         """Return the allocation in which ``address`` lies: what a handle stands for.
@@ -218,20 +221,3 @@ class CudaRuntime(CopyRuntime):
         if code != abi.SUCCESS or address.value is None:
             return None
         return ctypes.CFUNCTYPE(ctypes.c_int, *abi.BATCH_ARGUMENTS)(address.value)
-
-
-def _bind(library: ctypes.CDLL) -> dict[str, Any]:
-    """Return the library's functions by name, with their prototypes set."""
-    functions: dict[str, Any] = {}
-    for name, argument_types in abi.PROTOTYPES.items():
-        try:
-            function = getattr(library, name)
-        except AttributeError as error:
-            if name in abi.OPTIONAL:
-                continue
-            raise CopierStartError(
-                f"{LIBRARY} has no {name}: it is not NVIDIA's driver, or too old. A driver for CUDA 12 is needed"
-            ) from error
-        function.argtypes, function.restype = argument_types, ctypes.c_int
-        functions[name] = function
-    return functions

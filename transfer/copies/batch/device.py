@@ -3,12 +3,14 @@
 Uses a driver's library through ``CopyRuntime`` and a stream through ``DeviceStream``. Imports no library itself.
 """
 
+import ctypes
 import logging
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from collections.abc import Container, Mapping
+from typing import Any, NamedTuple
 
 from layout.copies import EMPTY, Copies
-from transfer.copies.batch.base import CopyBackend, CopyFailed, DeviceEvent, Direction
+from transfer.copies.batch.base import CopierStartError, CopyBackend, CopyFailed, DeviceEvent, Direction
 from transfer.copies.batch.streams import DeviceStream
 
 logger = logging.getLogger(__name__)
@@ -75,6 +77,33 @@ class CopyRuntime(ABC):
     @abstractmethod
     def explain(self, code: int) -> Explanation:
         """Return the name and meaning of an error of this library."""
+
+    def describe(self, code: int) -> str:
+        """Return an error of this library with its name and meaning, for messages."""
+        error = self.explain(code)
+        return f"{code} {error.name}: {error.meaning}"
+
+
+def bind(
+    library: ctypes.CDLL,
+    name: str,
+    prototypes: Mapping[str, tuple[tuple[type, ...], type]],
+    required: Container[str],
+    otherwise: str,
+) -> dict[str, Any]:
+    """Return the library's functions by name, with the argument and result types of their prototypes set.
+
+    Raises:
+        CopierStartError: it lacks some of those that are ``required``. ``otherwise``: what that means, for people.
+    """
+    functions: dict[str, Any] = {}
+    for each, types in prototypes.items():
+        if (function := getattr(library, each, None)) is not None:
+            function.argtypes, function.restype = types
+            functions[each] = function
+    if missing := [each for each in prototypes if each in required and each not in functions]:
+        raise CopierStartError(f"{name} has no {', '.join(missing)}: {otherwise}")
+    return functions
 
 
 class DeviceBackend(CopyBackend):
@@ -160,7 +189,6 @@ class DeviceBackend(CopyBackend):
             )  # fmt: skip
 
     def _refused(self, refusal: Refusal, first: int, copies: Copies) -> CopyFailed:
-        error = self._runtime.explain(refusal.code)
         if refusal.position is not None and first + refusal.position < len(copies):
             i = first + refusal.position
             which = (
@@ -171,7 +199,7 @@ class DeviceBackend(CopyBackend):
             which = f"one of the copies from number {first} of {len(copies)} on"
         return self._failure_after_sync(
             f"{self._runtime.platform}, {self._direction.value}: {refusal.call} refused {which}: "
-            f"{refusal.code} {error.name}: {error.meaning}"
+            f"{self._runtime.describe(refusal.code)}"
         )
 
     def _failure_after_sync(self, reason: str) -> CopyFailed:
