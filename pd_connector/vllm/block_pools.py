@@ -155,20 +155,17 @@ class HostBlockPool:
         """Return whether a block is in host memory."""
         return key in self._found
 
-    def holding(self, keys: BlockKeys) -> "list[KVCacheBlock | None]":
+    def holding(self, keys: "Iterable[BlockHashWithGroupId | None]") -> "list[KVCacheBlock | None]":
         """Return the block that is found by each key; None for one by which none is."""
         return list(map(self._found.get, keys))
 
     def keys_of(self, request: "Request", group: int) -> BlockKeys:
         """Return the keys of all full blocks of a request's tokens in a cache group."""
-        hashes = self._release.block_hashes(request.block_hashes, self._pool.hash_block_size, self.block_tokens[group])
-        return tuple(map(make_block_hash_with_group_id, hashes, repeat(group)))
+        return tuple(map(make_block_hash_with_group_id, self._hashes(request, group), repeat(group)))
 
     def key_at(self, request: "Request", group: int, tokens: int) -> "BlockHashWithGroupId | None":
         """Return the key of the block behind so many tokens of a request; None if it is not full."""
-        size = self.block_tokens[group]
-        hashes = self._release.block_hashes(request.block_hashes, self._pool.hash_block_size, size)
-        number = tokens // size
+        hashes, number = self._hashes(request, group), tokens // self.block_tokens[group]
         return make_block_hash_with_group_id(hashes[number], group) if number < len(hashes) else None
 
     def take_news(self) -> "list[BlockHashWithGroupId]":
@@ -215,7 +212,7 @@ class HostBlockPool:
 
     def copies_of(self, blocks: HeldBlocks) -> "list[KVCacheBlock | None]":
         """Return the host blocks that hold what device blocks do; None for one of which none can be found."""
-        return list(map(self._found.get, self._keys(blocks)))
+        return self.holding(self._keys(blocks))
 
     def take(self, number: int) -> HeldBlocks:
         """Take slots that nobody uses, with a reference to each; what they hold is evicted.
@@ -265,7 +262,7 @@ class HostBlockPool:
 
     def publish_at(self, request: "Request", group: int, first: int, hosts: HeldBlocks) -> None:
         """Make host blocks findable as those of a request's table from entry ``first`` on, as far as these are full."""
-        hashes = self._release.block_hashes(request.block_hashes, self._pool.hash_block_size, self.block_tokens[group])
+        hashes = self._hashes(request, group)
         hosts = hosts[: max(len(hashes) - first, 0)]
         keys = map(make_block_hash_with_group_id, hashes[first : first + len(hosts)], repeat(group))
         published = self._publish(keys, hosts)
@@ -340,7 +337,7 @@ class HostBlockPool:
 
     def touch(self, keys: BlockKeys) -> None:
         """Mark those of the blocks that host memory holds as most recently used; the first of them is evicted last."""
-        self._mark_used(host for host in map(self._found.get, keys) if host is not None)
+        self._mark_used(host for host in self.holding(keys) if host is not None)
 
     def eviction_candidates(self) -> list[Candidate]:
         """Return the blocks that vLLM evicts soon and host memory lacks, as far as slots are free, each block once.
@@ -437,10 +434,13 @@ class HostBlockPool:
 
         Without these, host memory would hold all tokens of a pulled prompt, and no prefix of it would be found.
         """
-        hashes = self._release.block_hashes(request.block_hashes, self._pool.hash_block_size, self.block_tokens[group])
         find = self._device.block_pool.get_cached_block
-        found = (find(value, [group]) for value in hashes[first : first + len(blocks)])
+        found = (find(value, [group]) for value in self._hashes(request, group)[first : first + len(blocks)])
         return [states[0] if own.is_null and states else own for states, own in zip(found, blocks, strict=False)]
+
+    def _hashes(self, request: "Request", group: int) -> "Sequence[BlockHash]":
+        """Return the hashes of all full blocks of a request's tokens in a cache group."""
+        return self._release.block_hashes(request.block_hashes, self._pool.hash_block_size, self.block_tokens[group])
 
     def _keys(self, blocks: "Sequence[KVCacheBlock]") -> "list[BlockHashWithGroupId | None]":
         """Return the keys of device blocks that stand for all that they hold.

@@ -417,7 +417,7 @@ class Canaries(SchedulerRole):
             table.append((*[0] * first, *(int(block.block_id) for block in blocks[first:end])))
             held += [block for block in blocks[first:end] if not block.is_null]
         canary.held = tuple(held)
-        self._blocks.manager.block_pool.touch(canary.held)
+        self._blocks.pin(canary.held)
         self._references.append(CanaryReference(request_id, tuple(table)))
 
     def _leave(self, canary: _Canary) -> None:
@@ -426,7 +426,7 @@ class Canaries(SchedulerRole):
 
     def _release(self, canary: _Canary) -> None:
         if canary.held:
-            self._blocks.manager.block_pool.free_blocks(reversed(canary.held))
+            self._blocks.give_back(canary.held)
             canary.held = ()
 
     def _end(self, canary: _Canary) -> None:
