@@ -424,9 +424,9 @@ class ConnectorScheduler:
         drain = Drain(config.drain_timeout_s, stop_timeout_s(vllm_config), self._engine.is_stopping)
         in_flight = steps_in_flight(vllm_config)
         return Producer(
-            service, config.host or host_address(), port, self._blocks, self._engine, drain, keys, in_flight,
-            self._moves, self._prompt_slots, self._external,
-            LeasedStates(self._blocks, self._retentions, self._prompts),
+            service, config.host or host_address(), port, self._blocks, self._engine, drain,
+            self._external, LeasedStates(self._blocks, self._retentions, self._prompts), keys, in_flight,
+            self._moves, self._prompt_slots,
             self._hashes if config.serve_prefixes and not self._unshared else None, self._retentions,
             drafts_late=drafts_late(vllm_config), wants_blocks=lambda: admission.wants_blocks,
             is_outdated=lambda: self._device_is_outdated,

@@ -68,7 +68,6 @@ from pd_connector.scheduler.decode.subscriptions import Subscriptions
 from pd_connector.scheduler.scheduler_role import SchedulerRole
 from pd_connector.stats import ComputedHere, StatsRecorder
 from pd_connector.vllm.cache_specs import Retention
-from pd_connector.vllm.device_blocks import DeviceBlocks
 from pd_connector.vllm.prompts import Prompts
 from pd_connector.vllm.requests import (
     block_ids_by_group,
@@ -94,24 +93,24 @@ class Consumer(SchedulerRole):
         renewals: Renewals,
         subscriptions: Subscriptions,
         ahead: PullsAhead,
-        retentions: Sequence[Retention] = (),
-        layers: Sequence[Collection[str]] = (),
-        canaries: Canaries | None = None,
-        prompts: Prompts | None = None,
-        borders: BorderStates | None = None,
+        retentions: Sequence[Retention],
+        layers: Sequence[Collection[str]],
+        canaries: Canaries,
+        prompts: Prompts,
+        borders: BorderStates,
     ) -> None:
         """``retentions`` and ``layers``: of every cache group, in vLLM's order. Until ``set_workers``, layers of a
         pipeline stage are enough. ``canaries`` is a role of its own, asked before. ``prompts`` knows media, adapters.
         """
-        self._borders = borders or BorderStates(DeviceBlocks(), ())
-        self._prompts = prompts or Prompts()
+        self._borders = borders
+        self._prompts = prompts
         self._needed = NeededBlocks(retentions, layers)
-        self._canaries = canaries or Canaries(DeviceBlocks(), (), tries=False)
+        self._canaries = canaries
         self._renewals = renewals
         self._subscriptions = subscriptions
         self._ahead = ahead
         self._legs = Legs()
-        self.look_ups = LookUps(self._legs, subscriptions, self._canaries)
+        self.look_ups = LookUps(self._legs, subscriptions, canaries)
         self._used = SingleUse()  # by the legs that need a lease or are announced
         self._pulls: list[PullOrder] = []
         self._border_orders: list[PullOrder] = []

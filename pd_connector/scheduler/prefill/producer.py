@@ -25,7 +25,6 @@ from pd_connector.vllm.cache_specs import Retention
 from pd_connector.vllm.device_blocks import DeviceBlocks, HeldBlocks
 from pd_connector.vllm.engine_core import EngineLoop
 from pd_connector.vllm.model_identity import of_engine
-from pd_connector.vllm.prompts import Prompts
 from pd_connector.vllm.requests import is_session, prefill_is_complete
 from transfer.control.keys import ControlKeys
 from transfer.control.server import ControlServer
@@ -58,12 +57,12 @@ class Producer(SchedulerRole):
         blocks: DeviceBlocks,
         engine: EngineLoop,
         drain: Drain,
+        external: ExternalLoads,
+        states: LeasedStates,
         keys: ControlKeys | None = None,
         steps_in_flight: int = 2,
         moves: LeaseMoves | None = None,
         slots: PromptSlots | None = None,
-        external: ExternalLoads | None = None,
-        states: LeasedStates | None = None,
         hashes: BlockHashes | None = None,
         groups: Sequence[Retention] = (),
         *,
@@ -80,12 +79,12 @@ class Producer(SchedulerRole):
             blocks: of the device.
             engine: woken when blocks can be freed.
             drain: decides how long to stay up for leases when the engine is told to stop.
+            external: knows what other connectors load.
+            states: chooses what a lease holds of states.
             keys: of the control channel; None serves whoever can connect.
             steps_in_flight: how many steps vLLM schedules at most before the first of them has ended.
             moves: moves leases to host memory; None if they stay on the device.
             slots: lent to prompts that are loaded from host memory; None if peers cannot read it.
-            external: knows what other connectors load; None if there are none.
-            states: chooses what a lease holds of states; None if no cache has any.
             hashes: name the blocks in which other engines find prefixes here; None if they may not.
             groups: what vLLM keeps of a request in every cache group.
             drafts_late: whether a step may have ended for vLLM before it has written all layers.
@@ -101,13 +100,11 @@ class Producer(SchedulerRole):
         self._engine = engine
         self._drain = drain
         self._moves = moves
-        self._states = states or LeasedStates(blocks, (), Prompts())
+        self._states = states
         self._server = ControlServer(service, host, port, keys=keys)
         self._slots = slots
-        self._external = external or ExternalLoads(blocks, (), steps_in_flight)
-        self._announcer = Announcer(
-            service, blocks, steps_in_flight, slots, self._external.unproven, drafts_late=drafts_late
-        )
+        self._external = external
+        self._announcer = Announcer(service, blocks, steps_in_flight, slots, external.unproven, drafts_late=drafts_late)
         self._workers = 0
         self._told = (0, 0.0)  # how many leases metrics know of, and how old the oldest was
         self._legs: dict[str, VllmRequest] = {}  # requests that other engines are to decode

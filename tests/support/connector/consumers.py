@@ -6,12 +6,15 @@ from typing import NamedTuple
 
 from pd_connector.engine_limits import ENGINE_LIMITS, EngineLimits
 from pd_connector.scheduler.block_demand import BlockDemand
+from pd_connector.scheduler.decode.border_states import BorderStates
+from pd_connector.scheduler.decode.canaries import Canaries
 from pd_connector.scheduler.decode.pulls_ahead import PullsAhead
 from pd_connector.scheduler.decode.renewals import Renewals
 from pd_connector.scheduler.decode.subscriptions import FollowLimits, Subscriptions
 from pd_connector.vllm.cache_specs import Retention
 from pd_connector.vllm.device_blocks import DeviceBlocks
 from pd_connector.vllm.engine_core import EngineLoop
+from pd_connector.vllm.prompts import Prompts
 from transfer.control.client import ControlClient
 
 MESSAGE_TIMEOUT_S = 10.0
@@ -43,6 +46,9 @@ class ConsumerParts(NamedTuple):
     ahead: PullsAhead
     retentions: Sequence[Retention]
     layers: Sequence[tuple[str, ...]]
+    canaries: Canaries
+    prompts: Prompts
+    borders: BorderStates
 
 
 def layers_of(groups: int) -> tuple[tuple[str, ...], ...]:
@@ -63,4 +69,6 @@ def consumer_parts(
     follow_limits = FollowLimits(MESSAGE_TIMEOUT_S, QUEUE_TIMEOUT_S)
     subscriptions = Subscriptions(client, renewals, follow_limits, engine or EngineLoop(), clock)
     ahead = PullsAhead(limits, demand or BlockDemand(CountedBlocks(), retentions or [Retention(16)]))
-    return ConsumerParts(renewals, subscriptions, ahead, retentions, layers_of(len(retentions)))
+    no_canaries, no_borders = Canaries(DeviceBlocks(), (), tries=False), BorderStates(DeviceBlocks(), ())
+    layers = layers_of(len(retentions))
+    return ConsumerParts(renewals, subscriptions, ahead, retentions, layers, no_canaries, Prompts(), no_borders)

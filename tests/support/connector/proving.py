@@ -50,7 +50,7 @@ class ProvingDecode:
             refuses=self.refuses, clock=self.clock,
         )  # fmt: skip
         self.parts = consumer_parts(self.client, self.clock, [self.retention])
-        self.consumer = Consumer(*self.parts, self.canaries)
+        self.consumer = Consumer(*self.parts._replace(canaries=self.canaries))
         handshakes: Any = [SimpleNamespace(canary=self.room)] * self.ranks
         self.canaries.set_workers(handshakes)
 

@@ -36,7 +36,8 @@ class LandingOfStates:
         kept = self.engine.retentions
         demand = BlockDemand(self.engine.blocks, kept)
         borders = BorderStates(self.engine.blocks, kept)
-        self.consumer = Consumer(*consumer_parts(RecordingClient(), ManualClock(), kept, demand), borders=borders)
+        parts = consumer_parts(RecordingClient(), ManualClock(), kept, demand)
+        self.consumer = Consumer(*parts._replace(borders=borders))
         self.landings = Landings("always", self.tier, self.consumer, demand, RANKS)
         self.roles = (self.landings, self.tier, self.consumer)
 

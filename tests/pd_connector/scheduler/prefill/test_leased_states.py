@@ -6,6 +6,7 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from layout.geometry import CacheGroup, WorkerGeometry
+from pd_connector.scheduler.external_loads import ExternalLoads
 from pd_connector.scheduler.prefill.drain import Drain
 from pd_connector.scheduler.prefill.lease_service import LeaseService
 from pd_connector.scheduler.prefill.leased_states import LeasedStates
@@ -111,7 +112,8 @@ def test_the_role_leases_no_state_that_its_engine_is_to_compute_for_another_requ
     service = LeaseService(leases, IDENTITY, 1, prompts=engine.prompts)
     service.set_workers((WorkerGeometry(0, 1, 0, 1, "host:1", groups, ()),))
     drain = Drain(5.0, 60.0, loop.is_stopping)
-    role = Producer(service, "127.0.0.1", 0, engine.blocks, loop, drain, states=leased(engine))
+    external = ExternalLoads(engine.blocks, (), 2)
+    role = Producer(service, "127.0.0.1", 0, engine.blocks, loop, drain, external, leased(engine))
     request, other = engine.request("r", 14, is_cut=True), engine.request("other", 6)
     request.kv_transfer_params = {"do_remote_decode": True}
     role.add(request)

@@ -13,14 +13,17 @@ from vllm.v1.request import RequestStatus
 
 from pd_connector.orders import Orders
 from pd_connector.params import parse_remote_prefill
+from pd_connector.scheduler.external_loads import ExternalLoads
 from pd_connector.scheduler.prefill.drain import Drain
 from pd_connector.scheduler.prefill.lease_service import LeaseService
+from pd_connector.scheduler.prefill.leased_states import LeasedStates
 from pd_connector.scheduler.prefill.leases import LeaseTable
 from pd_connector.scheduler.prefill.producer import Producer
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.block_pools import Leased
 from pd_connector.vllm.device_blocks import DeviceBlocks
 from pd_connector.vllm.engine_core import EngineLoop
+from pd_connector.vllm.prompts import Prompts
 from tests.support.connector.engines import IDENTITY
 from tests.support.connector.requests import FakeRequest, a_prompt, cache_manager
 from transfer.control.failures import ControlStartError
@@ -55,7 +58,8 @@ class Engine:
         self.leases: LeaseTable[Leased] = LeaseTable(ttl_s, time.monotonic)
         service = LeaseService(self.leases, IDENTITY, 2, self.loop.wake)
         drain = Drain(5.0, 60.0, self.loop.is_stopping)
-        self.role = Producer(service, "127.0.0.1", port, blocks, self.loop, drain)
+        external, states = ExternalLoads(blocks, (), 2), LeasedStates(blocks, (), Prompts())
+        self.role = Producer(service, "127.0.0.1", port, blocks, self.loop, drain, external, states)
 
     def prefill(self, request_id: str, blocks: list[int], **changes: Any) -> dict[str, Any] | None:
         """A prefill leg that has been computed into blocks."""
