@@ -139,12 +139,11 @@ def open_engine(
     *,
     is_read: bool,
     reads: bool = True,
-    connect_timeout_s: float = ENGINE_LIMITS.handshake_timeout_s,
     lend: LendEngine | None = None,
     has_secret: bool | None = None,
     qos: int | None = None,
 ) -> TransferEngine:
-    """Return a Mooncake engine, which waits ``connect_timeout_s`` for a peer.
+    """Return a Mooncake engine, which waits for a peer's connection as for its handshake.
 
     On CUDA with ``protocol: auto``, it has a second way to peers on the same host.
 
@@ -180,7 +179,7 @@ def open_engine(
         descriptors_per_call=tuning.descriptors_per_call,
         max_descriptors_in_flight=tuning.max_descriptors_in_flight,
         longest_pause_s=None if tuning.longest_poll_us is None else tuning.longest_poll_us * 1e-6,
-        connect_timeout_s=connect_timeout_s,
+        connect_timeout_s=ENGINE_LIMITS.handshake_timeout_s,
         cost=read_cost(config),
         qos=qos,
     )

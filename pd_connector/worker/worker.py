@@ -13,7 +13,7 @@ from layout.geometry import ModelIdentity, Region, WorkerGeometry
 from layout.host_blocks import host_layout
 from layout.host_slots import SlotPlaneError, host_block_geometry
 from pd_connector.config import ConfigError, ConnectorConfig, recipe_keys
-from pd_connector.engine_limits import ENGINE_LIMITS, EngineLimits
+from pd_connector.engine_limits import ENGINE_LIMITS
 from pd_connector.orders import Orders, Report, WorkerHandshake, WorkerRanks
 from pd_connector.secret import load_keys
 from pd_connector.stats import StatsRecorder
@@ -84,12 +84,10 @@ class ConnectorWorker:
         config: ConnectorConfig,
         stats: StatsRecorder,
         make_engine: Callable[[ConnectorConfig], TransferEngine] | None = None,
-        limits: EngineLimits = ENGINE_LIMITS,
     ) -> None:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._config = config
-        self._limits = limits
         self._stats = stats
         self._role = EngineRole.of(
             vllm_config, serves_prefixes=config.serve_prefixes, asks_peers=config.peers is not None
@@ -99,7 +97,6 @@ class ConnectorWorker:
             open_engine,
             is_read=self._role.is_read,
             reads=self._role.reads,
-            connect_timeout_s=limits.handshake_timeout_s,
             lend=lender(config),
             has_secret=self._keys is not None,
             qos=recipe_keys(extra_config(vllm_config)).qos_priority,
@@ -401,7 +398,7 @@ class ConnectorWorker:
             readers=ranks.world_size,
             reads=reads,
             reads_ahead=not goes_through_device(caches.geometry.transport, device_type()),
-            handshake_timeout_s=self._limits.handshake_timeout_s,
+            handshake_timeout_s=ENGINE_LIMITS.handshake_timeout_s,
             pull_timeout_s=config.pull_timeout_s,
             verifier=Verifier(checksums, client) if checksums is not None else None,
             raise_fence=self._fences(caches),
@@ -412,9 +409,9 @@ class ConnectorWorker:
             stated=recipe_keys(extra_config(self._vllm_config)).prefill,
         )
         if self._role.consumes:
-            self._roles.append(Pulls(context, self._limits.peer_idle_s, self._stats))
+            self._roles.append(Pulls(context, ENGINE_LIMITS.peer_idle_s, self._stats))
         if config.peers is not None:
-            self._roles.append(PrefixPulls(context, self._limits.peer_idle_s, self._stats))
+            self._roles.append(PrefixPulls(context, ENGINE_LIMITS.peer_idle_s, self._stats))
         if self._tries_canaries:
             cost = read_cost(config)
             self._roles.append(canary_pulls(context, caches.by_layer, caches.tensors, cost, on_host=caches.on_host))
@@ -440,7 +437,7 @@ class ConnectorWorker:
             raise_fence=no_fence,
             clear_tails=self._cleaner(geometry, [torch.from_numpy(bytes_of(host.region))]),
         )
-        return LandingPulls(context, self._limits.peer_idle_s, self._stats)
+        return LandingPulls(context, ENGINE_LIMITS.peer_idle_s, self._stats)
 
     def _fences(self, caches: "_RegisteredCaches") -> RaiseFence:
         """Return what raises the fences of pulls; none are needed if vLLM defers the reuse of freed blocks enough.

@@ -16,7 +16,7 @@ from transfer.control.client_loop import Abandoned, ClientLoop, Inbox, Pending, 
 from transfer.control.failures import BadRequest
 from transfer.control.keys import ControlKeys
 from transfer.control.messages import MAX_REQUEST_BYTES, Reply, RequestFor, encode
-from transfer.control.peer_sockets import ClientSettings
+from transfer.control.peer_sockets import CLOSE_TIMEOUT_S, ClientSettings
 from transfer.errors import BadAddress
 from transfer.peers import AllowedPeers, peer_address
 
@@ -46,11 +46,9 @@ class ControlClient:
             keys: talk only to servers with the same keys; None: only to servers without keys.
             allowed: the hosts that may be contacted; None for every host.
         """
-        settings = settings or ClientSettings()
-        self._close_timeout_s = settings.close_timeout_s
         self._ids = count(1)
         self._inbox = Inbox()
-        self._loop = ClientLoop(self._inbox, settings, keys, allowed or AllowedPeers())
+        self._loop = ClientLoop(self._inbox, settings or ClientSettings(), keys, allowed or AllowedPeers())
         self.counters = self._loop.counters
         self._thread = threading.Thread(target=self._loop.run, name="pd-control-client", daemon=True)
         self._thread.start()
@@ -111,9 +109,9 @@ class ControlClient:
     def close(self) -> None:
         """Fail pending requests, join the thread and close every socket. Idempotent."""
         self._inbox.close()
-        self._thread.join(self._close_timeout_s)
+        self._thread.join(CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
-            logger.error("the control client's thread did not end within %.1f s", self._close_timeout_s)
+            logger.error("the control client's thread did not end within %.1f s", CLOSE_TIMEOUT_S)
             return
         self._inbox.wakeup.close()
 

@@ -52,6 +52,7 @@ _MAY_BE_LARGE = (Hello, Follow, Locate, Find)
 _REASON_CHARACTERS = 512
 #: A timer that is later: this process was stopped, or had no processor.
 _STOPPED_S = 1.0
+_LOG_INTERVAL_S = 60.0  # at most one warning per cause in this time
 
 
 @dataclass(slots=True, eq=False)
@@ -144,7 +145,7 @@ class ClientLoop:
         self.counters = ClientCounters()
         self._settings = settings
         self._inbox = inbox
-        self._warnings = ThrottledWarnings(logger, settings.log_interval_s)
+        self._warnings = ThrottledWarnings(logger, _LOG_INTERVAL_S)
         self._peers = PeerPool(settings, self.counters, keys, allowed, inbox.wakeup.fileno(), inbox.put)
         self._pending: dict[int, Pending] = {}
         self._timers: list[tuple[float, int]] = []  # heap of (when, message id); stale entries are skipped

@@ -27,6 +27,11 @@ from transfer.peers import Address, AllowedPeers, no_route, parse_ip
 
 _QUEUED_REQUESTS = 64  # per peer, in libzmq
 _SOCKETS_PER_PEER = 3  # its own and the two ends of its monitor
+_HEARTBEAT_S = 0.5  # how often a connection is probed, so that it has something to be acknowledged
+_STALLED_S = 9.0  # a connection whose probes the peer's process does not answer for this long is made again
+_LINGER_S = 0.1  # how long ``close`` lets the last requests leave
+#: How long closing the client waits for its thread, which gives look-ups half of that time.
+CLOSE_TIMEOUT_S = 5.0
 # What all peers may have sent and this client not read: one reply always may. Frames of 2 bytes take 64 of memory.
 _UNREAD_BYTES = MAX_FRAME_BYTES + 2**23
 
@@ -62,16 +67,11 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_peers: int = 1024  # sockets at a time, one for each engine: a data-parallel rank is one
     max_silent: int = 128  # of these, of one host without a connection, so that wrong ports leave room for others
     max_resolvers: int = 16  # concurrent look-ups of host names, for which others wait; numeric hosts may need none
-    heartbeat_s: float = 0.5  # how often a connection is probed, so that it has something to be acknowledged
-    stalled_s: float = 9.0  # a connection whose probes the peer's process does not answer for this long is made again
     connect_timeout_s: float = 3.0
     #: How long a peer with requests pending may be without a connection, or its system without acknowledging anything.
     #: That of a process that is stopped or busy does both. On a fast network, TCP sends for the last time within it
     #: after 3.2 s, so that a cut of 2 s is survived. The times to the next probe and the next check come on top.
     silent_s: float = 3.75
-    linger_s: float = 0.1  # how long close lets the last requests leave
-    log_interval_s: float = 60.0  # at most one warning per cause in this time
-    close_timeout_s: float = 5.0  # how long close waits for the thread, which gives look-ups half of that time
 
 
 @dataclass(slots=True, eq=False)
@@ -311,9 +311,9 @@ class PeerPool:
     def close(self) -> None:
         """Drop every peer, terminate the ZeroMQ context, and wait for running look-ups."""
         for peer in list(self._peers.values()):
-            self.drop(peer, self._settings.linger_s)
+            self.drop(peer, _LINGER_S)
         self._context.term()
-        self._look_ups.close(self._settings.close_timeout_s / 2)
+        self._look_ups.close(CLOSE_TIMEOUT_S / 2)
 
     def _make_room_at(self, host: str) -> None:
         silent = [peer for peer in self._peers.values() if peer.address.host == host and peer.descriptor < 0]
@@ -405,7 +405,6 @@ class PeerPool:
     def _set_options(self, socket: zmq.Socket[bytes]) -> None:
         if self._keys is not None:
             self._keys.secure_client(socket)
-        heartbeat_ms = int(self._settings.heartbeat_s * 1000)
         connect_timeout_ms = int(self._settings.connect_timeout_s * 1000)
         for option, value in {
             zmq.LINGER: 0,
@@ -420,9 +419,9 @@ class PeerPool:
             zmq.HANDSHAKE_IVL: connect_timeout_ms,
             zmq.RECONNECT_IVL: 100,
             zmq.RECONNECT_IVL_MAX: 1000,
-            zmq.HEARTBEAT_IVL: heartbeat_ms,
-            zmq.HEARTBEAT_TIMEOUT: int(self._settings.stalled_s * 1000),
-            zmq.HEARTBEAT_TTL: int(self._settings.stalled_s * 1333),  # after this much silence the peer drops it
+            zmq.HEARTBEAT_IVL: int(_HEARTBEAT_S * 1000),
+            zmq.HEARTBEAT_TIMEOUT: int(_STALLED_S * 1000),
+            zmq.HEARTBEAT_TTL: int(_STALLED_S * 1333),  # after this much silence the peer drops it
         }.items():
             socket.setsockopt(option, value)
 
