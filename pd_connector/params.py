@@ -7,7 +7,7 @@ routers pass all others on unchanged. Decode engines get the params from clients
 import hashlib
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -43,6 +43,22 @@ class PromptIdentity:
     media_digest: str = ""  # as in ``RemotePrefill``
 
 
+class EngineAddress(NamedTuple):
+    """A prefill engine, and where its control channel is. Comes from a client."""
+
+    engine_id: str
+    host: str
+    port: int
+
+    @property
+    def at(self) -> Address:
+        """Where its control channel is."""
+        return Address(self.host, self.port)
+
+    def __str__(self) -> str:
+        return f"engine {self.engine_id} at {self.at}"
+
+
 class RemotePrefill(msgspec.Struct, frozen=True):
     """A prompt whose KV blocks a prefill engine holds under a lease."""
 
@@ -71,6 +87,11 @@ class RemotePrefill(msgspec.Struct, frozen=True):
     tp_size: int = 0  # for routers
     #: For routers: the prompt's last token was left to the decode engine, so the answer's token is none of the text.
     prompt_is_cut: bool = False
+
+    @property
+    def engine(self) -> EngineAddress:
+        """The prefill engine."""
+        return EngineAddress(self.remote_engine_id, self.remote_host, self.remote_port)
 
     def to_params(self) -> dict[str, Any]:
         """Return the JSON-ready form that the prefill engine answers with."""

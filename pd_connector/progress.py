@@ -15,7 +15,6 @@ from layout.plan import BlockTable
 from pd_connector.orders import PullOrder, block_table
 from pd_connector.params import ParamsError, RemotePrefill, RemoteTransfer, check_groups
 from transfer.control.messages import Follow, Followed, SlotRange, TransferState
-from transfer.peers import Address
 
 _Tables = tuple[tuple[int, ...], ...]
 
@@ -63,7 +62,7 @@ class Progress:
     @property
     def label(self) -> str:
         """The transfer and where it is, for people."""
-        return f"transfer {self.transfer_id} at {Address(self.remote.remote_host, self.remote.remote_port)}"
+        return f"transfer {self.transfer_id} at {self.remote.engine.at}"
 
     @property
     def attempt(self) -> int:

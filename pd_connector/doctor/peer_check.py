@@ -28,7 +28,7 @@ from transfer.control.client import ControlClient
 from transfer.control.messages import Cancel, Hello, Welcome
 from transfer.errors import TransferError
 from transfer.memory import HostMemory
-from transfer.peers import Address, AllowedPeers
+from transfer.peers import AllowedPeers
 
 if TYPE_CHECKING:
     from pd_connector.worker.pull_end import PullEnd
@@ -87,7 +87,7 @@ class PeerCheck:
         remote = self._prefill(min(_SHORT_PROMPT, self._tokens))
         return (
             f"{self._server.url} serves {self._model!r}; engine {remote.remote_engine_id} leases for "
-            f"{remote.lease_ttl_s:g} s, its control channel is at {Address(remote.remote_host, remote.remote_port)}"
+            f"{remote.lease_ttl_s:g} s, its control channel is at {remote.engine.at}"
         )
 
     def handshake(self) -> str:

@@ -18,6 +18,7 @@ from layout.plan import BlockTable, Plan, compile_plans
 from layout.regions import RegionTable
 from layout.sharding import Source, choose_sources
 from pd_connector.orders import Cause
+from pd_connector.params import EngineAddress
 from pd_connector.recipe_keys import EngineSizes
 from pd_connector.traces import TracePull
 from pd_connector.worker.device_fence import RaiseFence, no_fence
@@ -30,7 +31,7 @@ from transfer.control.client import ControlClient
 from transfer.control.messages import Hello, Place, Welcome
 from transfer.engine.interface import Link, ReadFailed, TransferEngine
 from transfer.errors import PeerNotAllowed, TransferError
-from transfer.peers import Address, AllowedPeers
+from transfer.peers import AllowedPeers
 
 logger = logging.getLogger(__name__)
 
@@ -74,18 +75,6 @@ class PullContext:
     clock: Callable[[], float] = time.monotonic
 
 
-@dataclass(frozen=True)
-class PeerAddress:
-    """A prefill engine and the address of its control channel. Comes from a client."""
-
-    engine_id: str
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"engine {self.engine_id} at {Address(self.host, self.port)}"
-
-
 class Peer:
     """Holds what the handshake returned, and owns the links to the prefill engine's ranks.
 
@@ -95,7 +84,7 @@ class Peer:
     def __init__(
         self,
         context: PullContext,
-        address: PeerAddress,
+        address: EngineAddress,
         welcome: Welcome,
         sources: Sequence[Source],
         plans: Mapping[int, Plan],
@@ -133,9 +122,8 @@ class Peer:
             for rank, host in enumerate(welcome.host_workers):
                 self._readable[rank] += host.regions
         self.regions = {rank: RegionTable(self._readable[rank]) for rank in plans}
-        at = Address(address.host, address.port)
         timeout_s = context.pull_timeout_s
-        self.watch = PeerWatch(context.client, address.engine_id, at, timeout_s, context.clock)  # for all lanes
+        self.watch = PeerWatch(context.client, address.engine_id, address.at, timeout_s, context.clock)  # for all lanes
         self._engine = context.engine
         self._allowed = context.allowed
         self._links: dict[int, Link] = {}
@@ -238,7 +226,7 @@ class Peer:
             self._links.popitem()[1].close()
 
 
-def connect_peer(context: PullContext, address: PeerAddress, deadline: float) -> Peer:
+def connect_peer(context: PullContext, address: EngineAddress, deadline: float) -> Peer:
     """Get a prefill engine's geometry, compile the plans and open links to the ranks to read from.
 
     ``deadline`` is on the context's clock.
@@ -273,7 +261,7 @@ def connect_peer(context: PullContext, address: PeerAddress, deadline: float) ->
     return peer
 
 
-def _warn_of_another_draft(here: ModelIdentity, there: ModelIdentity, address: PeerAddress) -> None:
+def _warn_of_another_draft(here: ModelIdentity, there: ModelIdentity, address: EngineAddress) -> None:
     """Log a warning if both sides draft by models of their own, and not by the same, as far as their weights tell."""
     known = here.weights_digest and there.weights_digest  # else weights may have changed since they were read
     if known and here.draft_digest and there.draft_digest and here.draft_digest != there.draft_digest:
@@ -284,7 +272,7 @@ def _warn_of_another_draft(here: ModelIdentity, there: ModelIdentity, address: P
         )  # fmt: skip
 
 
-def _warn_of_shorter_prompts(here: int, there: int, address: PeerAddress) -> None:
+def _warn_of_shorter_prompts(here: int, there: int, address: EngineAddress) -> None:
     """Log a warning if a prefill engine refuses prompts that this engine serves. 0: its length is not known."""
     if 0 < there < here:
         logger.warning(
@@ -295,7 +283,7 @@ def _warn_of_shorter_prompts(here: int, there: int, address: PeerAddress) -> Non
         )  # fmt: skip
 
 
-def _warn_of_contradictions(stated: EngineSizes, welcome: Welcome, address: PeerAddress) -> None:
+def _warn_of_contradictions(stated: EngineSizes, welcome: Welcome, address: EngineAddress) -> None:
     """Log a warning if a recipe's keys say of a prefill engine what it is not."""
     rank, partition = welcome.workers[0], _layer_partition(welcome.workers, welcome.model.layers)
     found = {"tp_size": rank.tp_size, "pp_size": rank.pp_size, "pp_layer_partition": partition}
@@ -320,7 +308,7 @@ def _layer_partition(workers: Sequence[WorkerGeometry], layers: int) -> str | No
     return ",".join(map(str, counts)) if sum(counts) == layers else None
 
 
-def _make_peer(context: PullContext, welcome: Welcome, address: PeerAddress) -> Peer:
+def _make_peer(context: PullContext, welcome: Welcome, address: EngineAddress) -> Peer:
     """Check that a prefill engine's caches can be used here, and plan how to read them."""
     check_models(context.model, welcome.model)
     check_transports(context.local, welcome.workers)

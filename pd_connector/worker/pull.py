@@ -38,7 +38,6 @@ from transfer.copies.batch.base import Pauses
 from transfer.engine.cuda_ipc import CudaIpcLink
 from transfer.engine.interface import ReadFailed
 from transfer.errors import TransferError
-from transfer.peers import Address
 
 logger = logging.getLogger(__name__)
 
@@ -448,9 +447,7 @@ class Pull:
         return self._context.client.request(remote.remote_host, remote.remote_port, message, timeout_s)
 
     def _report_failed(self, cause: Cause, reason: str) -> None:
-        remote = self.order.remote
-        where = Address(remote.remote_host, remote.remote_port)
-        reason = f"pull from engine {remote.remote_engine_id} at {where} failed: {reason[:_REASON_CHARACTERS]}"
+        reason = f"pull from {self.order.remote.engine} failed: {reason[:_REASON_CHARACTERS]}"
         end = PullEnd(self.order.request_id, cause, reason, restarts=self.prompt.restarts, seconds=self._watch.total())
         unsettled = [read for read in self._held if not read.release()]
         self._end(UnsettledPull(self.order, end, unsettled) if unsettled else end)
@@ -474,10 +471,9 @@ class Pull:
             "descriptors": end.descriptors,
             "restarts": end.restarts,
         }
-        source = str(Address(remote.remote_host, remote.remote_port))
         trace = PullTrace(
-            end.request_id, self.order.traceparent, source, remote.lease_id, self._watch.started, tuple(laps),
-            end.cause, end.reason, figures,
+            end.request_id, self.order.traceparent, str(remote.engine.at), remote.lease_id, self._watch.started,
+            tuple(laps), end.cause, end.reason, figures,
         )  # fmt: skip
         try:
             assert self._context.trace is not None

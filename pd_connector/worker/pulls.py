@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from pd_connector.orders import Cause, Orders, PullOrder, RankEnds, RefuseOrder, Report
+from pd_connector.params import EngineAddress
 from pd_connector.stats import StatsRecorder
 from pd_connector.traces import PullTrace
-from pd_connector.worker.peer import PeerAddress, PullContext
+from pd_connector.worker.peer import PullContext
 from pd_connector.worker.pull import AnyEnd
 from pd_connector.worker.pull_end import PullEnd
 from pd_connector.worker.quarantine import LostPull, Quarantine, UnsettledPull, UnsettledReadError
@@ -28,7 +29,7 @@ _SWEEP_S = 60.0
 MOST_UNMET = 128
 
 #: Arguments: the context of all pulls, a callback for the end of each, and the prefill engine.
-OpenSession = Callable[[PullContext, Callable[[AnyEnd], None], PeerAddress], PeerSession]
+OpenSession = Callable[[PullContext, Callable[[AnyEnd], None], EngineAddress], PeerSession]
 
 
 class Pulls(WorkerRole):
@@ -54,7 +55,7 @@ class Pulls(WorkerRole):
         self._peer_idle_s = peer_idle_s
         self._sweep_at = 0.0  # monotonic seconds
         self._max_peers = max_peers
-        self._sessions: dict[PeerAddress, PeerSession] = {}
+        self._sessions: dict[EngineAddress, PeerSession] = {}
         self._retired: list[PeerSession] = []  # that finish their pulls, and get no more
         self._closing: list[PeerSession] = []
         self._outstanding: set[str] = set()
@@ -200,7 +201,7 @@ class Pulls(WorkerRole):
 
     def _session(self, order: PullOrder) -> PeerSession | None:
         """Return the session with an order's prefill engine, opened if need be; None if there are too many."""
-        peer = PeerAddress(order.remote.remote_engine_id, order.remote.remote_host, order.remote.remote_port)
+        peer = order.remote.engine
         if peer not in self._sessions:
             self._close_idle_sessions(self._peer_idle_s)
             if self._is_full(peer.host):
@@ -230,7 +231,7 @@ class Pulls(WorkerRole):
         if idle:
             self._close_session(min(idle, key=lambda each: each[:2])[2])
 
-    def _close_session(self, peer: PeerAddress) -> None:
+    def _close_session(self, peer: EngineAddress) -> None:
         session = self._sessions.pop(peer)
         session.close()
         self._closing.append(session)

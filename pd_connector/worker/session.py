@@ -12,8 +12,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from pd_connector.orders import Cause, PullOrder
+from pd_connector.params import EngineAddress
 from pd_connector.worker.lease_checksums import Interrupted
-from pd_connector.worker.peer import Peer, PeerAddress, PullContext, connect_peer
+from pd_connector.worker.peer import Peer, PullContext, connect_peer
 from pd_connector.worker.pull import AnyEnd, Pull
 from pd_connector.worker.pull_end import PullFailed
 from transfer.control.messages import Followed
@@ -75,7 +76,7 @@ class PeerSession:
     ``submit``, ``close`` and ``join`` belong to one thread; the pulls run on the session's own.
     """
 
-    def __init__(self, context: PullContext, report: Callable[[AnyEnd], None], address: PeerAddress) -> None:
+    def __init__(self, context: PullContext, report: Callable[[AnyEnd], None], address: EngineAddress) -> None:
         """Start the first lane's thread. ``report`` is called with the end of each pull, on any thread."""
         self.last_used = time.monotonic()
         self._context = context

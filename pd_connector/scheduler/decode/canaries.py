@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 from layout.scratch import STATES, blocks_holding
 from layout.states import running_entry
 from pd_connector.orders import CanaryEnds, CanaryReference, CanaryRoom, Cause, Orders, PullOrder, Report
-from pd_connector.params import RemotePrefill
+from pd_connector.params import EngineAddress, RemotePrefill
 from pd_connector.scheduler.decode.border_states import hit_unit, reached
 from pd_connector.scheduler.decode.legs import Refused
 from pd_connector.scheduler.scheduler_role import SchedulerRole, ended
@@ -42,7 +42,6 @@ from pd_connector.vllm.cache_specs import Retention
 from pd_connector.vllm.device_blocks import DeviceBlocks
 from pd_connector.vllm.requests import adapter
 from transfer.control.limits import LastFew
-from transfer.peers import Address
 
 if TYPE_CHECKING:
     from pd_connector.orders import WorkerHandshake
@@ -71,14 +70,11 @@ _SLOW = OF_READS | {Cause.INTERNAL}
 class _Key:
     """What a verdict is of. Params come from clients: a wrong address decides nothing about who is at the right one."""
 
-    engine_id: str
-    host: str
-    port: int
+    engine: EngineAddress
     adapter: str  # empty for the model itself
 
     def __str__(self) -> str:
-        engine = f"prefill engine {self.engine_id} at {Address(self.host, self.port)}"
-        return f"{engine} with adapter {self.adapter}" if self.adapter else engine
+        return f"prefill {self.engine}" + (f" with adapter {self.adapter}" if self.adapter else "")
 
 
 class Standing(enum.Enum):
@@ -492,7 +488,7 @@ class Canaries(SchedulerRole):
 
 
 def _key(request: "Request", remote: RemotePrefill) -> _Key:
-    return _Key(remote.remote_engine_id, remote.remote_host, remote.remote_port, adapter(request))
+    return _Key(remote.engine, adapter(request))
 
 
 def _end(request: "Request", remote: RemotePrefill) -> int:

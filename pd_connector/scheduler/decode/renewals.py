@@ -19,12 +19,11 @@ from functools import partial
 from typing import Any
 
 from pd_connector.orders import Cause
-from pd_connector.params import RemotePrefill
+from pd_connector.params import EngineAddress, RemotePrefill
 from pd_connector.scheduler.decode.legs import Refused
 from transfer.control.client import ControlClient
 from transfer.control.failures import PeerRefused
 from transfer.control.messages import MAX_REQUEST_BYTES, Cancel, ErrorCode, Renew, Renewed
-from transfer.peers import Address
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +31,7 @@ _CLOSE_TIMEOUT_S = 2.0
 _MESSAGE_BYTES = MAX_REQUEST_BYTES - 4096  # of lease ids
 _ANNOUNCED_AFTER_S = 0.05  # pulls that end sooner are not announced
 
-_Engine = tuple[str, str, int, float]  # engine id, host and port; leases of another time to live are kept apart
+_Engine = tuple[EngineAddress, float]  # leases of another time to live are kept apart
 
 
 @dataclass(slots=True, eq=False)
@@ -44,13 +43,11 @@ class _Kept:
 
     @property
     def engine(self) -> _Engine:
-        remote = self.remote
-        return remote.remote_engine_id, remote.remote_host, remote.remote_port, remote.lease_ttl_s
+        return self.remote.engine, self.remote.lease_ttl_s
 
     @property
     def name(self) -> str:
-        engine_id, host, port, _ = self.engine
-        return f"lease {self.remote.lease_id} of engine {engine_id} at {Address(host, port)}"
+        return f"lease {self.remote.lease_id} of {self.remote.engine}"
 
 
 @dataclass(slots=True)
@@ -220,7 +217,7 @@ class Renewals:
             assert self._thread is None or self._closing or self._thread.is_alive(), "the renewal thread has died"
 
     def _send(self, engine: _Engine, renewed: tuple[_Kept, ...], reading: tuple[_Kept, ...], now: float) -> None:
-        engine_id, host, port, _ = engine
+        engine_id, host, port = engine[0]
         lease_ids = tuple(kept.remote.lease_id for kept in renewed)
         being_read = tuple(kept.remote.lease_id for kept in reading)
         # An id takes up to three bytes besides its characters, and those that are being read are named twice.

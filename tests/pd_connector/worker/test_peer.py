@@ -17,9 +17,10 @@ import pytest
 
 from layout.copies import Copies
 from pd_connector.orders import Cause
+from pd_connector.params import EngineAddress
 from pd_connector.scheduler.prefill.leases import LeaseTable
 from pd_connector.worker import session as session_module
-from pd_connector.worker.peer import Peer, PeerAddress, connect_peer
+from pd_connector.worker.peer import Peer, connect_peer
 from pd_connector.worker.pull_end import PullEnd, PullFailed
 from tests.support.connector.engines import (
     DECODE,
@@ -158,7 +159,7 @@ def test_many_pulls_need_one_handshake(site: Site) -> None:
 def met(site: Site, worker: DecodeWorker, prefill: PrefillEngine, deadline_s: float = 10.0) -> Peer:
     """The prefill engine after a handshake."""
     context = worker.context()
-    address = PeerAddress(prefill.service.engine_id, "127.0.0.1", prefill.port)
+    address = EngineAddress(prefill.service.engine_id, "127.0.0.1", prefill.port)
     return connect_peer(context, address, context.clock() + deadline_s)
 
 
@@ -195,7 +196,7 @@ def test_a_handshake_takes_no_longer_than_the_pull_may(site: Site) -> None:
     context = replace(worker.context(), client=client, handshake_timeout_s=10.0, clock=ManualClock())
     for deadline_s in (60.0, 4.0, -1.0):
         with pytest.raises(TimeoutError), patch.object(Future, "result", side_effect=TimeoutError):
-            connect_peer(context, PeerAddress("engine-p", "127.0.0.1", prefill.port), context.clock() + deadline_s)
+            connect_peer(context, EngineAddress("engine-p", "127.0.0.1", prefill.port), context.clock() + deadline_s)
     assert client.timeouts == [10.0, 4.0, 1.0]
 
 

@@ -22,7 +22,7 @@ from pd_connector.params import RemotePrefill, parse_remote_prefill
 from pd_connector.scheduler.prefill.lease_service import LeaseService
 from pd_connector.scheduler.prefill.leases import LeaseTable
 from pd_connector.worker.lease_checksums import CacheChecksums
-from pd_connector.worker.peer import PeerAddress, PullContext
+from pd_connector.worker.peer import PullContext
 from pd_connector.worker.pull_end import PullEnd
 from pd_connector.worker.remote_reader import RemoteReader
 from pd_connector.worker.session import PeerSession
@@ -251,8 +251,7 @@ class Site:
         """A session with the engine that ``remote`` names; ``changes`` are made to its context, or to ``settle``."""
         settle = changes.pop("settle", worker.ends.put)
         context: PullContext = replace(worker.context(), **changes)
-        address = PeerAddress(remote.remote_engine_id, remote.remote_host, remote.remote_port)
-        session = PeerSession(context, settle, address)
+        session = PeerSession(context, settle, remote.engine)
         self._sessions.append(session)
         return session
 

@@ -9,8 +9,9 @@ from typing import Any, cast
 import pytest
 
 from pd_connector.orders import Cause, PullOrder
+from pd_connector.params import EngineAddress
 from pd_connector.worker import session as module
-from pd_connector.worker.peer import Peer, PeerAddress
+from pd_connector.worker.peer import Peer
 from pd_connector.worker.pull import AnyEnd
 from pd_connector.worker.pull_end import PullEnd, PullFailed
 from pd_connector.worker.quarantine import LostPull
@@ -20,7 +21,7 @@ from tests.support.waiting import WAIT_S, until
 from transfer.engine.interface import ReadFailed
 
 REMOTE = a_remote(a_prompt(70))
-ADDRESS = PeerAddress("engine-p", "10.0.0.5", 8998)
+ADDRESS = EngineAddress("engine-p", "10.0.0.5", 8998)
 
 #: Returns what the pull waits for, if it has not ended.
 PullScript = Callable[["ScriptedPull"], "Future[Any] | None"]

@@ -15,11 +15,12 @@ import numpy as np
 from layout.geometry import CacheGroup, WorkerGeometry
 from pd_connector.engine_limits import EngineLimits
 from pd_connector.orders import Cause, Orders, PullOrder, Report
+from pd_connector.params import EngineAddress
 from pd_connector.scheduler.block_demand import BlockDemand
 from pd_connector.scheduler.decode.consumer import Consumer
 from pd_connector.vllm.cache_specs import Retention
 from pd_connector.vllm.device_blocks import DeviceBlocks
-from pd_connector.worker.peer import PeerAddress, PullContext
+from pd_connector.worker.peer import PullContext
 from pd_connector.worker.pull import AnyEnd, Pull
 from pd_connector.worker.pull_end import PullFailed
 from pd_connector.worker.pulls import Pulls
@@ -286,7 +287,7 @@ class RankSim:
                     self.write(block, late.source.memory[source], late.request_id)
             late.settled = True
 
-    def _open(self, _: PullContext, report: Callable[[AnyEnd], None], address: PeerAddress) -> PeerSession:
+    def _open(self, _: PullContext, report: Callable[[AnyEnd], None], address: EngineAddress) -> PeerSession:
         assert (address.host, address.port) == (HOST, PORT)
         self.sessions.append(SessionSim(self, report, address.engine_id))
         return self.sessions[-1]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pd_connector.orders import CanaryEnds, CanaryRoom, Cause, Report
+from pd_connector.params import EngineAddress
 from pd_connector.scheduler.decode.canaries import _Key
 from pd_connector.vllm.cache_specs import Retention
 from tests.support.connector.proving import ProvingDecode
@@ -149,5 +150,5 @@ def test_verdicts_on_a_hundred_engines_with_a_hundred_adapters_are_all_remembere
     d = ProvingDecode()
     d.proves(d.add("first"))
     for engine, adapter in itertools.product(range(100), range(100)):
-        d.canaries._verdicts[_Key(f"{engine:032x}", "10.0.0.9", 8998, f"adapter {adapter}")] = True
+        d.canaries._verdicts[_Key(EngineAddress(f"{engine:032x}", "10.0.0.9", 8998), f"adapter {adapter}")] = True
     assert d.schedules(d.add("second")) == 69
