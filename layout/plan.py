@@ -284,8 +284,7 @@ def _compile(local: WorkerGeometry, remote: WorkerGeometry, share: Share) -> Ite
     local_side = _addressing(to, share.local_group, ours)
     remote_side = _addressing(source, share.remote_group, theirs)
     unit, phases = unit_of(to.tokens, to.block_tokens, source.tokens, source.block_tokens)
-    if not to.packing:
-        unit = unit_rows(unit, to.tokens_per_row)
+    unit = unit if to.packing else unit_rows(unit, to.tokens_per_row)
     _check_number(0, phases)
     for shared in shared_tokens(to.tokens, source.tokens, unit, phases):
         run, local_offsets, remote_offsets = _fuse(to.item_size, _dimensions(to, source, share, shared))
@@ -310,13 +309,15 @@ def _join_touching(patterns: Sequence[_RunPattern]) -> Iterator[_RunPattern]:
     sizes = np.concatenate([each.sizes for each in patterns])
     owner = np.repeat(np.arange(len(patterns)), [len(each.sizes) for each in patterns])
     order = np.argsort(local, kind="stable")
-    touching = ~apart(local[order], remote[order], sizes[order])
-    cluster = list(range(len(patterns)))  # of each pattern: the first one that it touches, directly or not
-    for one, other in sorted(set(zip(owner[order][:-1][touching], owner[order][1:][touching], strict=True))):
-        merged = sorted((cluster[one], cluster[other]))
-        cluster = [merged[0] if number == merged[1] else number for number in cluster]
-    for number in sorted(set(cluster)):
-        members = np.isin(owner, [index for index, of in enumerate(cluster) if of == number])
+    touching = np.flatnonzero(~apart(local[order], remote[order], sizes[order]))
+    pairs = owner[order[np.stack((touching, touching + 1))]]  # [2, n]: where one pattern's run continues another's
+    first_of, before = np.arange(len(patterns), dtype=np.int64), np.empty(0, np.int64)
+    while not np.array_equal(first_of, before):  # of each pattern, the first that it is joined with: spreads by pairs
+        before = first_of.copy()
+        np.minimum.at(first_of, pairs, first_of[pairs[::-1]])
+        first_of = first_of[first_of]
+    for number in np.unique(first_of):
+        members = first_of[owner] == number
         runs = merge_adjacent(local[members], remote[members], sizes[members])
         yield replace(first, local_offsets=runs[0], remote_offsets=runs[1], sizes=runs[2])
 
