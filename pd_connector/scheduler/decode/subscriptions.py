@@ -216,19 +216,18 @@ class Subscriptions:
                 return
             before, reached, now = subscription.progress, subscription.reached, self._clock()
             self._note(subscription, future)
-            is_new = subscription.progress is not before or subscription.has_ended
+            is_pulled, is_new = subscription.is_pulled, subscription.progress is not before
             # News alone, as of one attempt after the other, may never end. Of what is pulled, only the end is progress.
-            is_further = subscription.reached > reached and not subscription.is_pulled
+            is_further = subscription.reached > reached and not is_pulled
             asks_again = not subscription.has_ended and (is_further or now >= subscription.asked_at + _PAUSE_S)
-            ends = subscription.has_ended
-            if subscription.is_pulled:
-                # What is not known costs steps, never time: without an answer to come, nobody waits for it.
-                is_new = ends = ends or not (asks_again or is_new)
-                if ends:
-                    del self._followed[subscription.request_id]
-            if not (asks_again or ends):
+            # A pull whose prompt brings nothing new is not followed on: without an answer to come, the engine steps
+            # instead of resting, which costs steps, never time.
+            is_over = subscription.has_ended or (is_pulled and not (asks_again or is_new))
+            if is_over and is_pulled:
+                del self._followed[subscription.request_id]
+            elif not (is_over or asks_again):
                 self._paused.append((now + _PAUSE_S, subscription))
-        if is_new:
+        if is_over or (is_new and not is_pulled):
             self._engine.wake()
         if asks_again:
             self._ask(subscription)
