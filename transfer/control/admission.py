@@ -222,7 +222,7 @@ class Admission:
 
     def _cut_over_unread_limit(self) -> None:
         """Cut the connections that have sent too many bytes that were not read as complete messages."""
-        unread = {descriptor: self._unread_bytes(descriptor) for descriptor in self._connections}
+        unread = {each: known.unread.update(bytes_received_by(each)) for each, known in self._connections.items()}
         for descriptor, held in over_limit(unread, self._limits.unread_bytes):
             self._cut(descriptor, f"it sent {held} bytes without a complete message, or faster than they are read")
 
@@ -236,10 +236,6 @@ class Admission:
             known.is_cut = True
             self.counters.connections_cut += 1
             self._warnings.warn("cut", f"closed the control connection from {known.host}: {reason}")
-
-    def _unread_bytes(self, descriptor: int) -> int:
-        """Return the bytes that a connection has sent and that were not read as complete messages."""
-        return self._connections[descriptor].unread.update(bytes_received_by(descriptor))
 
 
 def _descriptor(frame: zmq.Frame) -> int:
