@@ -16,7 +16,7 @@ import numpy.typing as npt
 from layout.checksums import PlaneSums, UInt64Array, run_tokens
 from layout.compatibility import IncompatibleCachesError
 from layout.context_parallel import TokenSplit
-from layout.geometry import CacheGroup, Plane, WorkerGeometry
+from layout.geometry import Plane, WorkerGeometry
 from layout.plan import BlockTable
 from layout.sharding import Share, Source
 from layout.states import state_entries
@@ -90,8 +90,7 @@ class Verifier:
                 ours = self._checksums.geometry.groups[share.local_group]
                 if ours.states:
                     continue
-                here = ours.planes[share.local_plane]
-                there = workers[source.remote].groups[share.remote_group].planes[share.remote_plane]
+                here, there = _planes(share, self._checksums.geometry, workers[source.remote])
                 run, held = run_tokens(there), ours.block_tokens // here.tokens.ranks
                 if here.tokens != there.tokens:
                     _check_shared_runs(here, there)
@@ -140,33 +139,17 @@ class Verifier:
     def _queries(
         self, order: PullOrder, workers: Sequence[WorkerGeometry], sources: Sequence[Source]
     ) -> Iterator[_Query]:
-        local = self._checksums.geometry.groups
+        """Yield what to request: together, of a rank, what is of the same two groups and split alike between ranks."""
+        local = self._checksums.geometry
         for source in sources:
-            by_group: dict[tuple[int, int, TokenSplit, TokenSplit], list[Share]] = defaultdict(list)
+            remote = workers[source.remote]
+            alike: dict[tuple[int, int, TokenSplit, TokenSplit], list[Share]] = defaultdict(list)
             for share in source.shares:
-                here, there = local[share.local_group], workers[source.remote].groups[share.remote_group]
-                splits = here.planes[share.local_plane].tokens, there.planes[share.remote_plane].tokens
-                by_group[share.local_group, share.remote_group, *splits].append(share)
-            for (ours, theirs, *both), shares in by_group.items():
-                remote = workers[source.remote].groups[theirs]
-                if local[ours].states:
-                    yield from _of_states(order, source.remote, shares, local[ours], remote)
-                    continue
-                runs = (run_tokens(local[ours].planes[share.local_plane]) for share in shares)
-                step = math.lcm(*runs, *(run_tokens(remote.planes[share.remote_plane]) for share in shares))
-                numbers = sum(len(plane.layers) * plane.heads for plane in remote.planes)
-                table = block_table(order.local_block_ids[ours])
-                count = max(1, min(_SUMS_PER_ANSWER // numbers, _RANGES_PER_ANSWER))
-                tokens = order.first_token, order.end_token
-                if both[0] != both[1]:
-                    units = [_shared_run(*_planes(share, local[ours], remote)) for share in shares]
-                    ranges = _shared_ranges(table, local[ours].block_tokens, tokens, math.gcd(*units), both, count)
-                else:
-                    step = math.lcm(step, both[0].interleave) * both[0].ranks
-                    ranges = iter([_token_ranges(table, local[ours].block_tokens, tokens, step, count)])
-                for borders, wanted in ranges:
-                    if wanted.any():
-                        yield _Query(source.remote, tuple(shares), borders, wanted)
+                here, there = _planes(share, local, remote)
+                alike[share.local_group, share.remote_group, here.tokens, there.tokens].append(share)
+            for shares in alike.values():
+                of_them = _of_states if local.groups[shares[0].local_group].states else _of_tokens
+                yield from of_them(order, source.remote, tuple(shares), local, remote)
 
     def _fetch(
         self,
@@ -217,8 +200,7 @@ class Verifier:
         """Yield for each share the differences, and how many checksums were compared."""
         tokens = np.array([query.borders[:-1], query.borders[1:]]).T[query.wanted].tolist()
         for share in query.shares:
-            local = self._checksums.geometry.groups[share.local_group].planes[share.local_plane]
-            remote = workers[query.source].groups[share.remote_group].planes[share.remote_plane]
+            local, remote = _planes(share, self._checksums.geometry, workers[query.source])
             borders = query.borders
             if query.state is not None:
                 entry, after = query.state
@@ -243,24 +225,49 @@ class Verifier:
             )
 
 
+def _planes(share: Share, local: WorkerGeometry, remote: WorkerGeometry) -> tuple[Plane, Plane]:
+    """Return what is compared: the plane that was written, and the one that it was read from."""
+    here, there = local.groups[share.local_group], remote.groups[share.remote_group]
+    return here.planes[share.local_plane], there.planes[share.remote_plane]
+
+
+def _of_tokens(
+    order: PullOrder, source: int, shares: tuple[Share, ...], local: WorkerGeometry, remote: WorkerGeometry
+) -> Iterator[_Query]:
+    """Yield the queries for the tokens that were pulled and that both ranks hold."""
+    pairs = [_planes(share, local, remote) for share in shares]
+    here, there = (plane.tokens for plane in pairs[0])  # the shares' planes are split alike
+    table = block_table(order.local_block_ids[shares[0].local_group])
+    block_tokens = local.groups[shares[0].local_group].block_tokens
+    tokens = order.first_token, order.end_token
+    # A rank answers for the whole group, whichever of its planes were read.
+    numbers = sum(len(plane.layers) * plane.heads for plane in remote.groups[shares[0].remote_group].planes)
+    count = max(1, min(_SUMS_PER_ANSWER // numbers, _RANGES_PER_ANSWER))
+    if here == there:
+        step = math.lcm(here.interleave, *(run_tokens(plane) for pair in pairs for plane in pair)) * here.ranks
+        ranges = iter([_token_ranges(table, block_tokens, tokens, step, count)])
+    else:
+        run = math.gcd(*(_shared_run(*pair) for pair in pairs))
+        ranges = _shared_ranges(table, block_tokens, tokens, run, (here, there), count)
+    for borders, wanted in ranges:
+        if wanted.any():
+            yield _Query(source, shares, borders, wanted)
+
+
 def _of_states(
-    order: PullOrder, source: int, shares: Sequence[Share], local: CacheGroup, remote: CacheGroup
+    order: PullOrder, source: int, shares: tuple[Share, ...], local: WorkerGeometry, remote: WorkerGeometry
 ) -> Iterator[_Query]:
     """Yield a query for each state that was pulled: that both tables have."""
+    groups = shares[0].local_group, shares[0].remote_group
     here, there = (
-        state_entries(block_table(ids[group]).block_ids, size, order.end_token)
-        for ids, group, size in (
-            (order.local_block_ids, shares[0].local_group, local.block_tokens),
-            (order.remote.remote_block_ids, shares[0].remote_group, remote.block_tokens),
+        state_entries(block_table(ids[group]).block_ids, side.groups[group].block_tokens, order.end_token)
+        for ids, side, group in zip(
+            (order.local_block_ids, order.remote.remote_block_ids), (local, remote), groups, strict=True
         )
     )
     for tokens in here.keys() & there.keys():
         entry = there[tokens]
-        yield _Query(source, tuple(shares), (entry, entry + 1), np.ones(1, np.bool_), (here[tokens], tokens))
-
-
-def _planes(share: Share, local: CacheGroup, remote: CacheGroup) -> tuple[Plane, Plane]:
-    return local.planes[share.local_plane], remote.planes[share.remote_plane]
+        yield _Query(source, shares, (entry, entry + 1), np.ones(1, np.bool_), (here[tokens], tokens))
 
 
 def _shared_run(here: Plane, there: Plane) -> int:
