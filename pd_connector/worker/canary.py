@@ -19,7 +19,7 @@ from layout.plan import BlockTable
 from layout.scratch import blocks_of_tokens, scratch_bytes, scratch_geometry
 from pd_connector.orders import CanaryEnds, CanaryReference, CanaryRoom, Cause, Orders, PullOrder, Report, block_table
 from pd_connector.worker.agreement import Sample, cache_format, compare, plane_samples, state_samples
-from pd_connector.worker.caches import Cache
+from pd_connector.worker.caches import Cache, tensors_of
 from pd_connector.worker.device_fence import Fence, RaiseFence, fences, no_fence
 from pd_connector.worker.device_memory import device_memory
 from pd_connector.worker.peer import PullContext, keep_tails
@@ -193,8 +193,7 @@ def plane_formats(geometry: WorkerGeometry, kv_caches: Mapping[str, Cache], cach
     formats = {}
     for group in geometry.groups:
         for plane in group.planes:
-            cache = kv_caches[plane.layers[0]]
-            tensors = [cache] if isinstance(cache, torch.Tensor) else list(cache)
+            tensors = tensors_of(kv_caches[plane.layers[0]])
             starts = [tensor for tensor in tensors if tensor.data_ptr() <= plane.address]
             tensor = max(starts or tensors, key=lambda each: int(each.data_ptr()))
             dtype = getattr(torch, plane.dtype) if plane.dtype else tensor.dtype
