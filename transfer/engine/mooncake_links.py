@@ -110,6 +110,7 @@ class MooncakeLink(Link):
             self._await_answer(native, given_up)
 
     def _await_answer(self, native: NativeEngine, given_up: GivenUp) -> None:
+        """Return once the peer has answered and is the right one. However this ends, so has the thread that asks it."""
         started = time.monotonic()
         answers: list[str] = []
         # Mooncake's first calls to a peer take no timeout, so another thread makes them.
@@ -123,12 +124,14 @@ class MooncakeLink(Link):
             if lost := given_up():
                 break
             thread.join(min(0.05, left_s))
-        if answers:  # at the last moment: only the thread has not ended yet
-            thread.join()
-        if thread.is_alive():
-            answers.append("accepts connections but does not answer")
-        reason = answers[0] if answers else "the call to it failed"
+        is_asking = thread.is_alive()
+        if answers:
+            reason = answers[0]
+            thread.join()  # it was the last that the thread had to do
+        else:
+            reason = "accepts connections but does not answer" if is_asking else "the call to it failed"
         if reason not in ("", _ANOTHER):
+            # Before the thread is ended: that closes the link, which would look like the reason.
             reason = self._why_unreachable(reason, (lambda: lost) if lost else given_up)
         while thread.is_alive():
             self._closing.set()
