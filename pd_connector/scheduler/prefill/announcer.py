@@ -88,6 +88,7 @@ class Announcer:
         self,
         service: LeaseService[Leased],
         blocks: DeviceBlocks,
+        counts: Counter[tuple[str, str]],
         steps_in_flight: int = 2,
         slots: PromptSlots | None = None,
         unproven: Callable[[], frozenset[int]] = frozenset,
@@ -99,6 +100,7 @@ class Announcer:
         Args:
             service: told what is complete.
             blocks: of the device.
+            counts: see ``SchedulerRole.counts``.
             steps_in_flight: how many steps vLLM schedules at most before the first of them has ended.
             slots: of host memory that peers can read; None if they cannot.
             unproven: returns the ids of the blocks into which other connectors load in steps that may be under way.
@@ -123,7 +125,7 @@ class Announcer:
         self._steps: dict[int, tuple[_Computed, ...]] = {}  # that are to be reported, oldest first
         self._reports: Counter[int] = Counter()  # ranks that have, by step
         self._next_step = 0
-        self._events: Counter[str] = Counter()
+        self._counts = counts
         self._news: dict[str, None] = {}  # names, an ordered set: told together, because that wakes another thread
 
     def add(self, request: "Request") -> None:
@@ -144,7 +146,7 @@ class Announcer:
             is_wanted = self._service.begin(request, transfer_id)
         except (ParamsError, ValueError) as error:
             logger.error("PDConnector: request %s cannot be followed by name: %s", request.request_id, error)
-            self._events["refused"] += 1
+            self._counts["transfers", "refused"] += 1
             return
         if not is_wanted:
             self._unwanted.add(request.request_id)
@@ -152,7 +154,7 @@ class Announcer:
         named = _Named(request, transfer_id, request.num_preemptions, request.num_prompt_tokens)
         self._named[request.request_id] = named
         self._names.add(transfer_id)
-        self._events["begun"] += 1
+        self._counts["transfers", "begun"] += 1
         self._service.notify(transfer_id)
 
     def transfer_id(self, request_id: str) -> str:
@@ -261,7 +263,7 @@ class Announcer:
         if not (self._named or self._drafts_late):  # nobody waits for the steps under way
             self._steps.clear()
             self._reports.clear()
-        self._events["complete" if is_granted else "ended"] += 1
+        self._counts["transfers", "complete" if is_granted else "ended"] += 1
         if is_granted:
             self._service.notify(named.transfer_id)
             return
@@ -269,11 +271,6 @@ class Announcer:
         if begun is not None:
             how = request.status.name.removeprefix("FINISHED_").lower()
             self._service.end_transfers([begun.prompt.lease_id], f"the prefill engine's request has ended ({how})")
-
-    def take_events(self) -> dict[str, int]:
-        """Return how many named prompts have begun, started over, ended, or were refused since the last call."""
-        events, self._events = dict(self._events), Counter()
-        return events
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books balance."""
@@ -321,7 +318,7 @@ class Announcer:
         if self._slots is not None:
             self._slots.end(request_id)
         self._transfers.start_over(named.transfer_id)
-        self._events["restarted"] += 1
+        self._counts["transfers", "restarted"] += 1
         self._news[named.transfer_id] = None
 
     def _announce_loads(self, writers: Callable[[], _Writers | None]) -> None:
@@ -337,7 +334,7 @@ class Announcer:
             named.loaded = in_host.end_token
             self._announce(named, self._settled_tokens(named, writers, in_host.first_token))
             if self._transfers.announce_slots(named.transfer_id, in_host):
-                self._events["in_host"] += 1
+                self._counts["transfers", "in_host"] += 1
                 self._news[named.transfer_id] = None
 
     def _announce(self, named: _Named, tokens: int) -> None:

@@ -164,7 +164,7 @@ class LeaseTable(Generic[Held]):
         self._past: OrderedDict[str, _PastLease] = OrderedDict()  # in the order of their ends
         self._ended: list[Held] = []  # what leases held that have ended since the last ``collect``
         self._in_host_memory = 0  # leases that have moved, and not ended
-        self._events: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
 
     def begin(self, lease_id: str) -> None:
         """Begin a lease that grows until it is granted, or ended by its readers or ``withdraw``.
@@ -220,7 +220,7 @@ class LeaseTable(Generic[Held]):
                 self._in_host_memory += 1
             elif tables:
                 self._may_move[lease_id] = lease
-            self._events["granted"] += 1
+            self._counts["granted"] += 1
             return True
 
     def written(self, lease_id: str) -> None:
@@ -376,11 +376,11 @@ class LeaseTable(Generic[Held]):
         with self._expired():
             return bool(self._ended)
 
-    def take_events(self) -> dict[str, int]:
+    def take_counts(self) -> dict[str, int]:
         """Return how many leases were granted and ended since the last call, by event."""
         with self._lock:
-            events, self._events = dict(self._events), Counter()
-            return events
+            counts, self._counts = dict(self._counts), Counter()
+            return counts
 
     @property
     def active(self) -> int:
@@ -475,6 +475,6 @@ class LeaseTable(Generic[Held]):
         self._in_host_memory -= lease.slots is not None
         self._past[lease_id] = _PastLease(how, lease.contents, lease.place, lease.readers, forget_at)
         self._ended.append(lease.held)
-        self._events[how.value] += 1
+        self._counts[how.value] += 1
         for on_end in self.on_end:
             on_end(lease_id, how)

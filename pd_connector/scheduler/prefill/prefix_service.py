@@ -90,6 +90,7 @@ class PrefixService:
         lend: Lend,
         wake: Callable[[], None],
         notify: Callable[[str], None],
+        counts: Counter[tuple[str, str]],
         clock: Callable[[], float] = time.monotonic,
         *,
         wants_blocks: Callable[[], bool],
@@ -106,6 +107,7 @@ class PrefixService:
             lend: grants a lease.
             wake: wakes the engine, on any thread.
             notify: has the question of an id answered, on any thread.
+            counts: see ``SchedulerRole.counts``.
             clock: monotonic, in seconds.
             wants_blocks: returns whether requests wait for blocks of the device. Then it lends none: who waits for
                 leases to end would wait for ever.
@@ -130,7 +132,7 @@ class PrefixService:
         self._lock = threading.Lock()
         self._asked: dict[str, tuple[Find, float]] = {}  # and when it came
         self._answers: LastFew[str, Found] = LastFew(_MAX_ANSWERS)
-        self._events: Counter[str] = Counter()
+        self._counts = counts
 
     def use_host(self, host: "HostBlockPool", lend: Lend) -> None:
         """Look in host memory as well from now on. ``lend`` grants leases over its blocks."""
@@ -176,7 +178,8 @@ class PrefixService:
         unfinished = self._being_written()  # looks through all requests
         for find, since in asked:
             found = self._answer(find, engine_id, unfinished, is_late=self._clock() - since >= _SERVED_S)
-            self._events["found" if found.lease_id else "refused" if found.reason else "nothing"] += 1
+            what = "found" if found.lease_id else "refused" if found.reason else "nothing"
+            self._counts["prefixes_served", what] += 1
             with self._lock:
                 self._answers[find.find_id] = found
                 del self._asked[find.find_id]
@@ -188,11 +191,6 @@ class PrefixService:
         """Forget all answers: their leases have ended."""
         with self._lock:
             self._answers.clear()
-
-    def take_events(self) -> Counter[str]:
-        """Return how many questions were answered since the last call, by what was found."""
-        events, self._events = self._events, Counter()
-        return events
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books balance."""

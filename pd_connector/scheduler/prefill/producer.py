@@ -104,7 +104,9 @@ class Producer(SchedulerRole):
         self._server = ControlServer(service, host, port, keys=keys)
         self._slots = slots
         self._external = external
-        self._announcer = Announcer(service, blocks, steps_in_flight, slots, external.unproven, drafts_late=drafts_late)
+        self._announcer = Announcer(
+            service, blocks, self.counts, steps_in_flight, slots, external.unproven, drafts_late=drafts_late
+        )
         self._workers = 0
         self._told = (0, 0.0)  # how many leases metrics know of, and how old the oldest was
         self._legs: dict[str, VllmRequest] = {}  # requests that other engines are to decode
@@ -113,7 +115,7 @@ class Producer(SchedulerRole):
         if hashes is not None:
             service.prefixes = PrefixService(
                 blocks, hashes, groups, self._announcer.being_written, self._lend, engine.wake, self._server.changed,
-                wants_blocks=wants_blocks, is_outdated=is_outdated,
+                self.counts, wants_blocks=wants_blocks, is_outdated=is_outdated,
             )  # fmt: skip
         self._server.start()
         self._refusals_taken: Counter[str] = Counter()
@@ -225,12 +227,9 @@ class Producer(SchedulerRole):
         stats.gauge("leases_active", active)
         stats.gauge("lease_oldest_age_seconds", int(age_s))
         stats.gauge("leased_blocks", self._blocks.leased)
-        for event, number in self._leases.take_events().items():
+        super().update_stats(stats)
+        for event, number in self._leases.take_counts().items():
             stats.count("leases", number, event)
-        for event, number in self._announcer.take_events().items():
-            stats.count("transfers", number, event)
-        for event, number in self._prefixes.take_events().items() if self._prefixes is not None else ():
-            stats.count("prefixes_served", number, event)
         refusals = Counter(self._server.counters.refusals)
         for cause, number in (refusals - self._refusals_taken).items():
             stats.count("control_refusals", number, cause)

@@ -90,7 +90,7 @@ def test_no_lease_lasts_for_ever_however_often_it_is_renewed(
         now[0] += 10.0
         leases.renew(["lease"])
     assert not leases.still_valid(["lease"])
-    assert leases.take_events()["expired"] == 1
+    assert leases.take_counts()["expired"] == 1
 
 
 @pytest.mark.parametrize("reason", ["", "as told"], ids=["shared", "unshared"])

@@ -86,7 +86,7 @@ def test_every_byte_arrives_once_whatever_becomes_of_the_messages(start: Callabl
     end = legs.worker.next_end()
     assert (end.cause, end.restarts) == ("", legs.prompt.attempt)
     assert legs.worker.holds([(OURS, 0, 69)])
-    assert legs.prefill.leases.take_events() == {"granted": 1, "released": 1}
+    assert legs.prefill.leases.take_counts() == {"granted": 1, "released": 1}
     until(lambda: legs.session.idle)
     assert legs.worker.ends.empty()
 

@@ -93,7 +93,7 @@ def test_what_is_being_loaded_is_read_in_host_memory_at_once(site: Site) -> None
     assert legs.workers[0].holds([(OURS, 0, 64)])
     legs.prompt.complete()
     legs.assert_arrived()
-    assert legs.moving.prefill.leases.take_events() == {"granted": 1, "released": 1}
+    assert legs.moving.prefill.leases.take_counts() == {"granted": 1, "released": 1}
 
 
 def test_host_memory_is_read_while_the_prompt_is_loaded_also_where_the_device_is_not(site: Site) -> None:
@@ -136,7 +136,7 @@ def test_what_was_read_ahead_is_read_again_in_host_memory_if_the_lease_has_moved
         assert (end.cause, end.tokens, end.restarts) == ("", 69, int(moves)), end.reason
         assert end.host_bytes == (end.copied_bytes if moves else 0)
         assert worker.holds([(OURS, 0, 69)], engines[0])
-    assert legs.moving.prefill.leases.take_events() == {"granted": 1, "released": 1}
+    assert legs.moving.prefill.leases.take_counts() == {"granted": 1, "released": 1}
 
 
 def test_a_lease_of_which_somebody_has_asked_where_it_lies_after_reading_ahead_stays(site: Site) -> None:

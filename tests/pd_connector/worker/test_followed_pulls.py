@@ -59,7 +59,7 @@ def test_what_is_computed_is_read_while_the_rest_is_being_computed(legs: Followe
     assert legs.worker.holds([(OURS, 0, 69)])
     assert legs.site.fabric.reads == 3
     assert legs.prefill.leases.collect() == (TRANSFER_ID,)
-    assert legs.prefill.leases.take_events() == {"granted": 1, "released": 1}
+    assert legs.prefill.leases.take_counts() == {"granted": 1, "released": 1}
     assert legs.client.cancels == []
 
 
@@ -230,7 +230,7 @@ def test_a_prompt_that_is_preempted_is_read_from_the_beginning(legs: FollowedLeg
     assert (end.cause, end.restarts) == ("", 1)
     assert legs.worker.holds([(OURS, 0, 69)])
     assert 2 * end.copied_bytes == 5 * end.ahead_bytes, "what came to nothing does not count"
-    assert legs.prefill.leases.take_events() == {"granted": 1, "released": 1}
+    assert legs.prefill.leases.take_counts() == {"granted": 1, "released": 1}
 
 
 def test_a_prompt_that_is_preempted_and_complete_again_before_anybody_asks(legs: FollowedLegs) -> None:

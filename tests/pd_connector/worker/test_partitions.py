@@ -191,7 +191,7 @@ def test_a_cancel(apart: Apart, cut_for: CutFor, seconds: float) -> None:
         renewals.cancel(remote)
         assert cut.began
         until(lambda: prefill.leases.collect() == ("r",), within_s=2 * APART_TTL_S)
-    ended = prefill.leases.take_events().keys() & set(LeaseEnd)
+    ended = prefill.leases.take_counts().keys() & set(LeaseEnd)
     assert ended == {LeaseEnd.CANCELLED if seconds == SHORT_S else LeaseEnd.EXPIRED}
 
 

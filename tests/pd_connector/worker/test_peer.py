@@ -72,7 +72,7 @@ def test_a_pull_brings_exactly_its_bytes_and_releases_the_lease(site: Site) -> N
     assert end.descriptors > 0
     assert worker.holds([(OURS, 0, 69)])
     assert prefill.leases.collect() == ("r",)
-    assert prefill.leases.take_events()["released"] == 1
+    assert prefill.leases.take_counts()["released"] == 1
 
 
 def test_every_phase_of_a_pull_is_timed(site: Site) -> None:

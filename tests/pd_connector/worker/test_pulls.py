@@ -146,7 +146,7 @@ def test_requests_of_a_decode_engine_at_tp_2_are_pulled_from_a_prefill_engine_at
     assert ends.keys() == tables.keys()
     assert all(worker.holds([(blocks, 0, 69) for blocks in tables.values()]) for worker in decode.workers)
     assert sorted(prefill.leases.collect()) == ["a at p", "b at p"]
-    assert prefill.leases.take_events() == {"granted": 2, "released": 2}
+    assert prefill.leases.take_counts() == {"granted": 2, "released": 2}
 
 
 def test_a_renewal_keeps_the_lease_of_a_slow_pull(site: Site, start_decode: Decode) -> None:

@@ -5,7 +5,7 @@ their requests have lost since. The next prompt may find what a step has yet to 
 """
 
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -74,7 +74,7 @@ class PrefillSteps:
         self._under_way: deque[_StepUnderWay] = deque()
         self._numbers = itertools.count()
         service: Any = engine.service  # over promises, not over vLLM's blocks
-        self._announcer = Announcer(service, _Tables(self), _STEPS_IN_FLIGHT)
+        self._announcer = Announcer(service, _Tables(self), Counter(), _STEPS_IN_FLIGHT)
         engine.service.notify = network.changed
 
     @property

@@ -46,7 +46,7 @@ def test_a_lease_that_grows_holds_nothing_and_does_not_expire(growing: Growing) 
     assert growing.table.oldest_age_s == 0
     assert growing.table.still_valid(["a", "b"]) == {"a"}
     assert growing.table.renew(["a", "b"]) == ("a",)
-    assert growing.table.take_events() == {}
+    assert growing.table.take_counts() == {}
 
 
 def test_it_gives_way_to_nobody(growing: Growing) -> None:
@@ -58,7 +58,7 @@ def test_it_gives_way_to_nobody(growing: Growing) -> None:
 def test_its_time_begins_when_it_is_granted(growing: Growing) -> None:
     growing.clock.advance(1000 * TTL_S)
     assert growing.grant()
-    assert growing.table.take_events() == {"granted": 1}
+    assert growing.table.take_counts() == {"granted": 1}
     growing.clock.advance(TTL_S - 1)
     assert growing.table.collect() == ()
     growing.clock.advance(1)
@@ -117,7 +117,7 @@ def test_one_that_has_ended_is_not_granted_and_gives_back_what_it_was_to_hold(gr
     assert growing.table.has_ended
     assert growing.table.collect() == ("blocks",)
     assert growing.table.collect() == ()
-    assert growing.table.take_events() == {}, "what was not granted has not ended"
+    assert growing.table.take_counts() == {}, "what was not granted has not ended"
 
 
 def test_only_what_grows_is_withdrawn(growing: Growing) -> None:

@@ -318,8 +318,8 @@ def test_events_are_counted_by_kind_since_the_last_time(books: Books) -> None:
     books.table.cancel(["b"])
     books.clock.advance(TTL_S)
     books.table.collect()
-    assert books.table.take_events() == {"granted": 3, "released": 1, "cancelled": 1, "expired": 1}
-    assert books.table.take_events() == {}
+    assert books.table.take_counts() == {"granted": 3, "released": 1, "cancelled": 1, "expired": 1}
+    assert books.table.take_counts() == {}
 
 
 class _Crowd:
@@ -375,7 +375,7 @@ def test_threads_may_use_the_table_at_once() -> None:
     crowd.all_granted.set()
     crowd.join()
     assert crowd.collected == Counter(lease_ids)
-    events = crowd.table.take_events()
+    events = crowd.table.take_counts()
     assert events["granted"] == events["released"] + events["cancelled"] == len(lease_ids)
 
 

@@ -5,6 +5,7 @@ vLLM 0.23 takes such a token as the request's own, and so does vllm-ascend's bal
 Covers: pd_connector.scheduler.prefill.announcer, pd_connector.scheduler.prefill.producer.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -60,7 +61,7 @@ class Counted(FakeRequest):
 def announcer() -> Announcer:
     """Of an engine that has at most three steps under way."""
     service: Any = SimpleNamespace(block_tokens=(16,), transfers=None)
-    return Announcer(service, DeviceBlocks(), steps_in_flight=4)
+    return Announcer(service, DeviceBlocks(), Counter(), steps_in_flight=4)
 
 
 def take_steps(announcer: Announcer, request: FakeRequest, *steps: Mapping[str, int]) -> None:

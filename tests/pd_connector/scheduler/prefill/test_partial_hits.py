@@ -3,6 +3,7 @@
 So it is with context parallelism on a model with states, whose blocks of keys and values have more tokens than hashes.
 """
 
+from collections import Counter
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +33,7 @@ def test_only_whole_blocks_of_a_prefix_that_was_found_are_announced_before_the_f
             Prompt(name, "lease", PromptIdentity(request.num_prompt_tokens, "digest"))
         ),
     )  # fmt: skip
-    announcer = Announcer(service, blocks)
+    announcer = Announcer(service, blocks, Counter())
 
     def compute(name: str, prompt: list[int], ends: tuple[int, ...]) -> int:
         """Schedule steps of a request that end at these tokens; return how many tokens vLLM had found."""

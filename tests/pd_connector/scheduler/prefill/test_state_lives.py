@@ -1,5 +1,6 @@
 """Leases of a model with states, in any order of steps, preemptions and ends, against what the device has written."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -63,7 +64,7 @@ class StateLives(RuleBasedStateMachine):
         super().__init__()
         self.engine = StateEngine(blocks=22)
         service: Any = SimpleNamespace(block_tokens=(BLOCK,) * 3, transfers=None)
-        self.announcer = Announcer(service, self.engine.blocks, STEPS_IN_FLIGHT)
+        self.announcer = Announcer(service, self.engine.blocks, Counter(), STEPS_IN_FLIGHT)
         self.leased = LeasedStates(self.engine.blocks, self.engine.retentions, self.engine.prompts)
         self.jobs: list[_Job] = []
         self.steps: list[_Step] = []
