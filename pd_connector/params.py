@@ -16,6 +16,8 @@ from transfer.peers import Address, parse_address
 
 # These values come from clients and appear in messages and logs, so they are bounded and printable.
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128, pattern=r"^[\x21-\x7e]+\Z")]
+_Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
+_Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{0,64}\Z")]  # empty if unknown
 Host = Annotated[str, msgspec.Meta(min_length=1, max_length=255, pattern=r"^[A-Za-z0-9._:%\[\]-]+\Z")]
 #: An engine id that carries the address of the control channel; an IPv6 address is in brackets.
 _ID_WITH_ADDRESS = re.compile(r"(?P<id>[^@]*)@(?P<host>\[[^\]]*\]|[^@:\[\]]+):(?P<port>[0-9]{1,5})")
@@ -64,13 +66,13 @@ class RemotePrefill(msgspec.Struct, frozen=True):
 
     remote_engine_id: Name
     remote_host: Host
-    remote_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    remote_port: _Port
     # By cache group, an id for each block; 0 marks a block that is not held.
     remote_block_ids: Annotated[tuple[BlockIds, ...], msgspec.Meta(max_length=MAX_GROUPS)]
     remote_num_tokens: Annotated[int, msgspec.Meta(ge=1, lt=2**31)]  # prompt tokens whose KV the blocks hold
     lease_id: Name
     lease_ttl_s: Annotated[float, msgspec.Meta(ge=0.1, le=86400)]
-    prompt_digest: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{0,64}\Z")]  # see ``prompt_digest``; empty if unknown
+    prompt_digest: _Digest  # see ``prompt_digest``
     # Block size of each cache group, in tokens; empty if the same as on the decode engine.
     remote_block_sizes: Annotated[
         tuple[Annotated[int, msgspec.Meta(ge=1, lt=2**31)], ...], msgspec.Meta(max_length=MAX_GROUPS)
@@ -80,7 +82,7 @@ class RemotePrefill(msgspec.Struct, frozen=True):
     remote_layers: Annotated[tuple[Layers, ...], msgspec.Meta(max_length=MAX_GROUPS)] = ()
     remote_attempt: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] = 0  # how many times the prompt was started over
     #: What the LoRA adapter holds, under whose name the prompt was computed; empty if it has none, or that is unknown.
-    adapter_digest: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{0,64}\Z")] = ""
+    adapter_digest: _Digest = ""
     #: How the prefill engine hashes images and other media, a colon, and those of the prompt; empty if unknown.
     media_digest: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{1,64}:[0-9a-f]{1,64})?\Z")] = ""
     remote_request_id: str = ""  # for routers
@@ -103,7 +105,7 @@ class RemoteTransfer(msgspec.Struct, frozen=True):
 
     transfer_id: Name
     remote_host: Host
-    remote_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    remote_port: _Port
     # Empty: whichever engine is there.
     remote_engine_id: Annotated[str, msgspec.Meta(max_length=128, pattern=r"^[\x21-\x7e]*\Z")] = ""
 

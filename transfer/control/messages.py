@@ -167,6 +167,12 @@ class NoChecksums(StrEnum):
 #: Of an engine, a lease, a pull or the like, or a digest.
 _Id = Annotated[str, msgspec.Meta(max_length=MAX_ID_CHARACTERS)]
 _Ids = Annotated[tuple[_Id, ...], msgspec.Meta(max_length=MAX_LEASE_IDS)]
+_Number = Annotated[int, msgspec.Meta(ge=0)]
+_Int = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+_Size = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
+_Slots = tuple[Annotated[int, msgspec.Meta(ge=-1, lt=2**31)], ...]  # of consecutive blocks; -1: the block is not held
+_Word = Annotated[str, msgspec.Meta(max_length=64)]  # one of an enumeration, or of a later version's
+_Text = Annotated[str, msgspec.Meta(max_length=512)]  # for people
 
 _Reply_co = TypeVar("_Reply_co", bound="Reply", covariant=True)
 
@@ -192,7 +198,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     host_workers: tuple[WorkerGeometry, ...] = ()
     #: Whether a lease must be located before it is read, even if none moves: P writes draft layers a little later.
     locates: bool = False
-    max_model_len: Annotated[int, msgspec.Meta(ge=0)] = 0  # tokens of the longest prompt and answer; 0: not told
+    max_model_len: _Number = 0  # tokens of the longest prompt and answer; 0: not told
 
 
 class Renew(RequestFor["Renewed"], frozen=True, tag="renew"):
@@ -231,7 +237,7 @@ class Released(msgspec.Struct, frozen=True, tag="released"):
 
     valid: bool
     #: Empty if valid, else one of ``InvalidReason``, or a reason of a later version.
-    reason: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    reason: _Word = ""
 
 
 class Cancel(RequestFor["Cancelled"], frozen=True, tag="cancel"):
@@ -252,7 +258,7 @@ class Follow(RequestFor["Followed"], frozen=True, tag="follow"):
     engine_id: _Id  # empty: of whichever engine this is
     transfer_id: _Id
     attempt: Annotated[int, msgspec.Meta(ge=-1)] = -1  # to which ``tokens`` refer; -1: nothing is known
-    tokens: Annotated[int, msgspec.Meta(ge=0)] = 0  # known to be complete
+    tokens: _Number = 0  # known to be complete
     state: str = TransferState.UNKNOWN  # as last answered: a change of it is news, too
     wait_s: Annotated[float, msgspec.Meta(ge=0, le=30)] = 0.0
     #: Up to which token slots of host memory are known; -1: whoever asks does not read host memory.
@@ -262,11 +268,11 @@ class Follow(RequestFor["Followed"], frozen=True, tag="follow"):
 class SlotRange(msgspec.Struct, frozen=True):
     """Tokens of a prompt that lie in slots of host memory, complete on every rank."""
 
-    first_token: Annotated[int, msgspec.Meta(ge=0)]
-    end_token: Annotated[int, msgspec.Meta(ge=0)]  # exclusive
-    first_blocks: tuple[Annotated[int, msgspec.Meta(ge=0, lt=2**31)], ...]  # by cache group: whose slot comes first
+    first_token: _Number
+    end_token: _Number  # exclusive
+    first_blocks: tuple[_Int, ...]  # by cache group: whose slot comes first
     #: By cache group, the slots of consecutive blocks; -1 marks one that is not held.
-    slots: tuple[tuple[Annotated[int, msgspec.Meta(ge=-1, lt=2**31)], ...], ...]
+    slots: tuple[_Slots, ...]
 
 
 class Followed(msgspec.Struct, frozen=True, tag="followed"):
@@ -274,21 +280,21 @@ class Followed(msgspec.Struct, frozen=True, tag="followed"):
 
     engine_id: _Id
     #: One of ``TransferState``, or a state of a later version, which is to be taken for ``ENDED``.
-    state: Annotated[str, msgspec.Meta(max_length=64)]
+    state: _Word
     lease_id: str = ""
     lease_ttl_s: float = 0.0  # from when the prompt is complete; until then, the request itself holds the blocks
     #: How many times the prompt was started over, so that its blocks were reused.
-    attempt: Annotated[int, msgspec.Meta(ge=0)] = 0
+    attempt: _Number = 0
     prompt_tokens: int = 0
     prompt_digest: str = ""
     block_sizes: tuple[int, ...] = ()  # of each cache group, in tokens
     #: How many of the prompt's tokens have their KV cache in the blocks, on every rank.
-    tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
+    tokens: _Number = 0
     #: By cache group, the part of the block table that begins with block ``first_blocks[group]``; 0 marks a block that
     #: is not held. Of a complete prompt the whole table, because the windows of some layers have moved.
     block_ids: tuple[tuple[int, ...], ...] = ()
     first_blocks: tuple[int, ...] = ()
-    reason: Annotated[str, msgspec.Meta(max_length=512)] = ""  # for people
+    reason: _Text = ""
     #: Tokens, perhaps beyond ``tokens``, that can be read in host memory already. Only for who asks for more of them.
     in_host: SlotRange | None = None
     #: Names of each cache group's layers; empty if one group holds all and keeps every token.
@@ -304,19 +310,19 @@ class Checksums(RequestFor["Checksummed"], frozen=True, tag="checksums"):
 
     engine_id: _Id
     lease_id: _Id
-    worker: Annotated[int, msgspec.Meta(ge=0)]  # index in the welcome
-    group: Annotated[int, msgspec.Meta(ge=0)]  # index in the worker
+    worker: _Number  # index in the welcome
+    group: _Number  # index in the worker
     #: Token numbers, ascending. Asks for one sum of the runs that begin between each two neighbours.
-    borders: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, lt=2**31)], ...], msgspec.Meta(max_length=MAX_BORDERS)]
+    borders: Annotated[tuple[_Int, ...], msgspec.Meta(max_length=MAX_BORDERS)]
 
 
 class Checksummed(msgspec.Struct, frozen=True, tag="checksummed"):
     """The checksums, or why there are none."""
 
     #: Plane by plane of the group; within a plane by token range, then by layer, then by KV head.
-    sums: tuple[Annotated[int, msgspec.Meta(ge=0)], ...] = ()
+    sums: tuple[_Number, ...] = ()
     #: Empty if there are sums, else one of ``NoChecksums``, or a reason of a later version.
-    reason: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    reason: _Word = ""
 
 
 class Locate(RequestFor["Located"], frozen=True, tag="locate"):
@@ -331,9 +337,9 @@ class Located(msgspec.Struct, frozen=True, tag="located"):
 
     place: str = ""  # one of ``Place``; empty if the lease has ended
     #: By cache group, the slots of host memory, for each entry of the block table; -1 marks a block that is not held.
-    slots: tuple[tuple[Annotated[int, msgspec.Meta(ge=-1, lt=2**31)], ...], ...] = ()
+    slots: tuple[_Slots, ...] = ()
     #: If the lease has ended, one of ``InvalidReason``, or a reason of a later version.
-    reason: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    reason: _Word = ""
 
 
 class Find(RequestFor["Found"], frozen=True, tag="find"):
@@ -342,13 +348,13 @@ class Find(RequestFor["Found"], frozen=True, tag="find"):
     engine_id: _Id  # empty: of whichever engine this is
     find_id: _Id  # of this question
     hashing: _Id  # how the hashes are made, which the engine must do alike
-    hash_tokens: Annotated[int, msgspec.Meta(ge=1, lt=2**31)]  # of which there is a hash each
+    hash_tokens: _Size  # of which there is a hash each
     #: Of consecutive blocks of the prompt from its first token on; each is of all tokens up to its block's end.
     hashes: Annotated[
         tuple[Annotated[bytes, msgspec.Meta(min_length=1, max_length=64)], ...], msgspec.Meta(max_length=MAX_HASHES)
     ]
-    least_tokens: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] = 0  # fewer are of no use, and not leased
-    unit_tokens: Annotated[int, msgspec.Meta(ge=1, lt=2**31)] = 1  # nor what is no multiple of this
+    least_tokens: _Int = 0  # fewer are of no use, and not leased
+    unit_tokens: _Size = 1  # nor what is no multiple of this
 
 
 class Found(msgspec.Struct, frozen=True, tag="found"):
@@ -356,11 +362,11 @@ class Found(msgspec.Struct, frozen=True, tag="found"):
 
     engine_id: str
     hashing: str = ""  # of the engine
-    hash_tokens: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] = 0  # of the engine: who asks may hash anew
-    reason: Annotated[str, msgspec.Meta(max_length=512)] = ""  # for people
+    hash_tokens: _Int = 0  # of the engine: who asks may hash anew
+    reason: _Text = ""
     lease_id: str = ""
     lease_ttl_s: float = 0.0
-    tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
+    tokens: _Number = 0
     block_ids: tuple[tuple[int, ...], ...] = ()  # by cache group; 0 marks a block that is not held
     block_sizes: tuple[int, ...] = ()  # of each cache group, in tokens
     layers: tuple[tuple[str, ...], ...] = ()  # as in ``Followed``
@@ -369,7 +375,7 @@ class Found(msgspec.Struct, frozen=True, tag="found"):
 class Error(msgspec.Struct, frozen=True, tag="error"):
     """The request was not served."""
 
-    code: Annotated[str, msgspec.Meta(max_length=64)]
+    code: _Word
     message: str  # human-readable: names the values and the rule
 
 
