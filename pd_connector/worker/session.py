@@ -119,9 +119,7 @@ class PeerSession:
         self.last_used = time.monotonic()
         pull = Pull(self._context, order, self._report, self._closing)
         with self._changed:
-            self._waiting[pull] = time.monotonic()
-            self._open_spare_lane()
-            self._changed.notify_all()
+            self._queue(pull)
 
     def close(self) -> None:
         """Stop after the current reads, without waiting. Queued and parked pulls are dropped and not reported."""
@@ -294,9 +292,13 @@ class PeerSession:
         with self._changed:
             if pull in self._parked:
                 self._parked.remove(pull)
-                self._waiting[pull] = time.monotonic()
-                self._open_spare_lane()  # usually there is one
-                self._changed.notify_all()
+                self._queue(pull)
+
+    def _queue(self, pull: Pull) -> None:
+        """Queue a pull for the next free lane. With the lock held."""
+        self._waiting[pull] = time.monotonic()
+        self._open_spare_lane()
+        self._changed.notify_all()
 
     def _run_safely(self, lane: _Lane, pull: Pull) -> "Future[Followed] | None":
         """Return what the pull waits for; None if it has ended, or will without a lane."""
