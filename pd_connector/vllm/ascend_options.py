@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+from pd_connector.vllm.devices import device_type
 from pd_connector.vllm.engine_config import UnsupportedError
 from pd_connector.vllm.layout_switch import CONNECTOR
-from pd_connector.vllm.platform import device_type
 from pd_connector.vllm.releases.installed import TESTED_ASCEND
 
 if TYPE_CHECKING:

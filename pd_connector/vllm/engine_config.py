@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from pd_connector.vllm.devices import device_type
 from pd_connector.vllm.releases.installed import current
 
 if TYPE_CHECKING:
@@ -135,9 +136,7 @@ def check_supported(vllm_config: "VllmConfig") -> None:
             "other can use its blocks; serve a checkpoint that has scales, or start without --calculate-kv-scales"
         )
     _check_executor(vllm_config)
-    from vllm.platforms import current_platform  # noqa: PLC0415  resolves the platform on first use
-
-    device, served = str(current_platform.device_type), current().devices
+    device, served = device_type(), current().devices
     if served and device not in served:
         raise UnsupportedError(
             f"device {device}: with this vLLM, PDConnector serves {' and '.join(served)} only, because it does not "
@@ -236,10 +235,8 @@ def drafts_late(vllm_config: "VllmConfig") -> bool:
     vLLM launches the draft model behind what the results wait for, and with any drafts what moves states to their
     blocks. On the CPU, a kernel is done when its call returns.
     """
-    from vllm.platforms import current_platform  # noqa: PLC0415  resolves the platform on first use
-
     moves_states = vllm_config.speculative_config is not None and bool(vllm_config.model_config.is_hybrid)
-    return (moves_states or drafts_keep_caches(vllm_config)) and str(current_platform.device_type) != "cpu"
+    return (moves_states or drafts_keep_caches(vllm_config)) and device_type() != "cpu"
 
 
 def drafts_keep_caches(vllm_config: "VllmConfig") -> bool:

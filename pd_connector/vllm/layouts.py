@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pd_connector.vllm.cpu import cpu_layouts
+from pd_connector.vllm.devices import device_type
 from pd_connector.vllm.engine_core import core_under_construction
 from pd_connector.vllm.layout_switch import BLOCK_OUTER, SWITCH, cross_layer_blocks, is_ours
 from pd_connector.vllm.npu import allocation
@@ -18,6 +19,9 @@ from pd_connector.vllm.releases.installed import current
 
 #: A child of vLLM's logger, so that vLLM's handlers and level apply.
 logger = logging.getLogger(f"vllm.{__name__}")
+
+#: Devices whose workers decide on their caches' layout by themselves: vllm-ascend's.
+_ALLOCATING = "npu"
 
 
 @dataclass(frozen=True)
@@ -53,13 +57,12 @@ def warn_if_not_hooked(vllm_config: Any) -> None:
 
     Depends on no call that only some releases make, unlike ``wanted_layout``.
     """
-    from vllm.platforms import current_platform  # noqa: PLC0415
-
     if not cross_layer_blocks(vllm_config):
         return
-    if current_platform.is_cpu() and current().declares_layouts:
+    device = device_type()
+    if device == "cpu" and current().declares_layouts:
         cpu_layouts.warn_if_not_hooked()
-    elif _workers_allocate():
+    elif device == _ALLOCATING:
         allocation.warn_if_not_hooked()
 
 
@@ -73,7 +76,7 @@ def log_layout(vllm_config: Any, chosen: str | None) -> None:
         reason = f"VLLM_KV_CACHE_LAYOUT is {requested}"
     elif choice.layout is not None and choice.layout != chosen:
         reason = f"{choice.layout} was asked for ({choice.reason}), and vLLM could not use it"
-    if _workers_allocate():
+    if device_type() == _ALLOCATING:
         logger.info("PDConnector: the workers lay out their KV caches: %s", reason)
         return
     effect = "keeps all layers of a block together" if chosen in BLOCK_OUTER else "keeps each layer apart"
@@ -85,9 +88,10 @@ def _choice(vllm_config: Any) -> _LayoutChoice:
 
     if not cross_layer_blocks(vllm_config):
         return _LayoutChoice(None, f"{SWITCH} is false, or this connector was not found in kv_transfer_config")
-    if current_platform.is_cpu():
+    device = device_type()
+    if device == "cpu":
         return _LayoutChoice(None, "the best that the workers offer, whose log says why")
-    if _workers_allocate():
+    if device == _ALLOCATING:
         return _LayoutChoice(None, "their log says whether all layers of a block are together")
     if not current_platform.is_cuda():
         return _LayoutChoice(None, "the attention backends of this platform do not declare their layouts")
@@ -96,13 +100,6 @@ def _choice(vllm_config: Any) -> _LayoutChoice:
     except Exception as error:
         logger.warning("PDConnector: cross-layer KV blocks are off: cannot tell the backends' layouts: %s", error)
         return _LayoutChoice(None, f"the layouts of the attention backends cannot be told ({error})")
-
-
-def _workers_allocate() -> bool:
-    """Return whether the platform's workers decide on their caches' layout by themselves, as vllm-ascend's do."""
-    from vllm.platforms import current_platform  # noqa: PLC0415
-
-    return getattr(current_platform, "device_type", "") == "npu"
 
 
 def _first_declared() -> _LayoutChoice:

@@ -1,4 +1,4 @@
-"""vLLM's platform, this process's place among the workers, and vLLM's logging."""
+"""This machine as vLLM knows it, this process's place among the workers, and vLLM's logging."""
 
 import logging
 from pathlib import Path
@@ -70,20 +70,3 @@ def host_address() -> str:
     from vllm.utils.network_utils import get_ip  # noqa: PLC0415  probes the network
 
     return str(get_ip())
-
-
-def default_protocol() -> str:
-    """Return the transfer engine's default transport on this platform."""
-    return {"cuda": "rdma", "npu": "ascend"}.get(device_type(), "tcp")
-
-
-def caches_are_host_memory() -> bool:
-    """Return whether the CPU can read and write the KV caches."""
-    return device_type() == "cpu"
-
-
-def device_type() -> str:
-    """Return the type of vLLM's devices as torch names it: "cpu", "cuda", "npu"."""
-    from vllm.platforms import current_platform  # noqa: PLC0415  resolves the platform on first use
-
-    return str(current_platform.device_type)

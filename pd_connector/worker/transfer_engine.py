@@ -12,8 +12,9 @@ from layout.geometry import Region
 from pd_connector.config import ConfigError, ConnectorConfig
 from pd_connector.engine_limits import ENGINE_LIMITS
 from pd_connector.vllm.ascend_options import ASCEND_STORE
+from pd_connector.vllm.devices import default_protocol, device_type
 from pd_connector.vllm.npu.lent_engine import LendEngine, is_started, lent_engine
-from pd_connector.vllm.platform import default_protocol, device_type, host_address
+from pd_connector.vllm.platform import host_address
 from pd_connector.worker.device_memory import DeviceIdentityMemory
 from pd_connector.worker.same_host import with_second_way
 from transfer.engine.ascend_environment import ascend_settings

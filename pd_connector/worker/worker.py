@@ -19,6 +19,7 @@ from pd_connector.secret import load_keys
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.ascend_options import check_computes_prompts
 from pd_connector.vllm.cache_groups import Ranks, cache_groups, needs_zeroing, with_head_orders
+from pd_connector.vllm.devices import caches_are_host_memory, device_type
 from pd_connector.vllm.engine_config import (
     EngineRole,
     arithmetic,
@@ -30,12 +31,7 @@ from pd_connector.vllm.engine_config import (
 from pd_connector.vllm.model_identity import model_identity
 from pd_connector.vllm.model_numbers import fill_token_scales
 from pd_connector.vllm.model_stream import leave_default_stream
-from pd_connector.vllm.platform import (
-    caches_are_host_memory,
-    device_type,
-    worker_ranks,
-    workers_on_this_machine,
-)
+from pd_connector.vllm.platform import worker_ranks, workers_on_this_machine
 from pd_connector.vllm.releases import installed
 from pd_connector.vllm.tracing import pull_spans
 from pd_connector.worker.caches import Cache, all_tensors, describe_caches

@@ -135,7 +135,7 @@ class TestTheReadingFindsWhatIsMissing:
             ("vllm.v1.core.block_pool.BlockPool.touch", "BlockPool.touch"),  # of an object that is followed
             ("vllm.v1.request.RequestStatus.FINISHED_STOPPED", "FINISHED_STOPPED"),
             ("vllm.distributed.kv_events.BlockStored", "there is no vllm.distributed.kv_events.BlockStored"),
-            ("vllm.platforms.interface.Platform.is_cpu", "Platform.is_cpu"),
+            ("vllm.platforms.interface.Platform.is_cuda", "Platform.is_cuda"),
         ],
     )
     def test_a_name_that_is_gone(self, name: str, told: str) -> None:

@@ -14,6 +14,7 @@ import logging
 import time
 from typing import Any
 
+from pd_connector.vllm.devices import device_type
 from pd_connector.vllm.layout_switch import BLOCK_OUTER, SWITCH, cross_layer_blocks
 from pd_connector.vllm.releases.installed import current
 
@@ -27,9 +28,7 @@ PLUGIN = "pd_connector"
 def register() -> None:
     """Hook the workers on the CPU platform. Idempotent."""
     try:
-        from vllm.platforms import current_platform  # noqa: PLC0415
-
-        if current_platform.is_cpu() and current().declares_layouts:
+        if device_type() == "cpu" and current().declares_layouts:
             _hook_workers()
     except (ImportError, AttributeError) as missing:
         # This engine may not use the connector. ``warn_if_not_hooked`` warns if it does.

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from pd_connector.vllm.devices import device_type
 from pd_connector.vllm.layout_switch import SWITCH, cross_layer_blocks
 
 if TYPE_CHECKING:
@@ -43,9 +44,7 @@ class JoinedCaches(dict[str, Any]):
 def register() -> None:
     """Hook the workers on the NPU platform. Idempotent."""
     try:
-        from vllm.platforms import current_platform  # noqa: PLC0415
-
-        if getattr(current_platform, "device_type", "") == "npu":
+        if device_type() == "npu":
             _hook_workers()
     except (ImportError, AttributeError) as missing:
         # This engine may not use the connector. ``warn_if_not_hooked`` warns if it does.

@@ -51,7 +51,7 @@ pytestmark = cpu_only
 class CUDA(Platform):  # type: ignore[misc]  # vLLM is untyped here
     """A platform that this machine does not have."""
 
-    is_cpu = classmethod(lambda cls: False)
+    device_type = "cuda"
     is_cuda = classmethod(lambda cls: True)
     is_device_capability_family = classmethod(lambda cls, family, device_id=0: family == 100)
 
@@ -310,6 +310,6 @@ def test_on_the_cpu_platform_the_workers_choose(log: pytest.LogCaptureFixture) -
 
 
 def test_on_an_unknown_platform_nothing_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    npu = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: False)
+    npu = SimpleNamespace(device_type="", is_cuda=lambda: False)
     monkeypatch.setattr(vllm.platforms, "current_platform", npu)
     assert Core(Worker(CudaLayer(AnyLayout, dense(64)))).wanted() is None

@@ -1,4 +1,4 @@
-"""What differs by platform, and a log that goes where vLLM's goes."""
+"""What differs by platform besides the devices, and a log that goes where vLLM's goes."""
 
 import logging
 from pathlib import Path
@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import vllm.platforms
 from vllm.distributed import parallel_state
 from vllm.utils import network_utils
 
@@ -91,19 +90,6 @@ def test_values_of_a_group_are_gathered_by_torch(tmp_path: Path) -> None:
 def test_the_address_is_the_one_that_vllm_gives_to_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network_utils, "get_ip", lambda: "10.1.2.3")
     assert platform.host_address() == "10.1.2.3"
-
-
-@pytest.mark.parametrize(
-    ("device", "protocol", "on_host"),
-    [("cpu", "tcp", True), ("cuda", "rdma", False), ("npu", "ascend", False), ("xpu", "tcp", False)],
-)
-def test_transport_and_memory_follow_from_the_devices(
-    monkeypatch: pytest.MonkeyPatch, device: str, protocol: str, on_host: bool
-) -> None:
-    monkeypatch.setattr(vllm.platforms, "current_platform", SimpleNamespace(device_type=device))
-    assert platform.device_type() == device
-    assert platform.default_protocol() == protocol
-    assert platform.caches_are_host_memory() == on_host
 
 
 def test_with_ray_workers_that_share_the_computation_of_prompts_count_too(

@@ -326,7 +326,7 @@ def test_other_platforms_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None
 def on_npu(monkeypatch: pytest.MonkeyPatch) -> None:
     import vllm.platforms  # noqa: PLC0415
 
-    platform = SimpleNamespace(device_type="npu", is_cpu=lambda: False, is_cuda=lambda: False)
+    platform = SimpleNamespace(device_type="npu")
     monkeypatch.setattr(vllm.platforms, "_current_platform", platform)
 
 
