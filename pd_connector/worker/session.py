@@ -119,7 +119,7 @@ class PeerSession:
         self.last_used = time.monotonic()
         pull = Pull(self._context, order, self._report, self._closing)
         with self._changed:
-            self._queue(pull)
+            self._enqueue(pull)
 
     def close(self) -> None:
         """Stop after the current reads, without waiting. Queued and parked pulls are dropped and not reported."""
@@ -292,9 +292,9 @@ class PeerSession:
         with self._changed:
             if pull in self._parked:
                 self._parked.remove(pull)
-                self._queue(pull)
+                self._enqueue(pull)
 
-    def _queue(self, pull: Pull) -> None:
+    def _enqueue(self, pull: Pull) -> None:
         """Queue a pull for the next free lane. With the lock held."""
         self._waiting[pull] = time.monotonic()
         self._open_spare_lane()
