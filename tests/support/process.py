@@ -56,6 +56,17 @@ def free_ports(count: int) -> list[int]:
     return found
 
 
+def is_free(port: int) -> bool:
+    """Whether a server could listen on a port of the loopback interface."""
+    with socket.socket() as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: what is closed does not matter
+        try:
+            one.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
 def free_port() -> int:
     """A TCP port of the loopback interface on which nobody listened a moment ago."""
     return free_ports(1)[0]

@@ -48,6 +48,7 @@ class AdmissionCounters(msgspec.Struct):
     handshake_failures: int = 0
 
 
+_SECOND_LOOK_S = 0.05
 #: What a connection may be sent and not take before further replies are dropped, so that one of any size may always be.
 UNREAD_REPLY_BYTES = 4 * 2**20
 
@@ -82,6 +83,7 @@ class Admission:
         self._connections: dict[int, _Connection] = {}  # by libzmq's descriptor
         self._failure: str | None = None  # of the handshake of the connection that the next event is about
         self._check_at = 0.0
+        self._over_limit: set[int] = set()  # descriptors, at the last look
         self._zap: zmq.Socket[bytes] | None = None
         if keys is not None:
             self._zap = context.socket(zmq.ROUTER)  # a REP would be stuck for ever after a reply lost to a bug
@@ -114,12 +116,13 @@ class Admission:
     def cut_floods(self) -> None:
         """Abort, if a look is due, who sends faster than is read. Call this when what had arrived has been read.
 
-        Otherwise it would be the fault of peers that this process was busy while they all sent something.
+        Otherwise it would be the fault of peers that this process was busy while they all sent something. libzmq's
+        thread may have been, too: who sends too much is looked at again soon, and aborted if that has not changed.
         """
         now = time.monotonic()
         if now >= self._check_at:
-            self._check_at = now + CHECK_INTERVAL_S
             self._cut_over_unread_limit()
+            self._check_at = now + (_SECOND_LOOK_S if self._over_limit else CHECK_INTERVAL_S)
 
     def message_received(self, frames: Sequence[zmq.Frame]) -> None:
         """Record that a message of these frames has been read."""
@@ -223,8 +226,11 @@ class Admission:
     def _cut_over_unread_limit(self) -> None:
         """Cut the connections that have sent too many bytes that were not read as complete messages."""
         unread = {each: known.unread.update(bytes_received_by(each)) for each, known in self._connections.items()}
-        for descriptor, held in over_limit(unread, self._limits.unread_bytes):
+        over = dict(over_limit(unread, self._limits.unread_bytes))
+        for descriptor in over.keys() & self._over_limit:
+            held = over.pop(descriptor)
             self._cut(descriptor, f"it sent {held} bytes without a complete message, or faster than they are read")
+        self._over_limit = set(over)
 
     def _cut(self, descriptor: int, reason: str) -> None:
         known = self._connections[descriptor]

@@ -25,7 +25,7 @@ from tests.support.e2e.fork_server import ForkedProcess, ForkServer
 from tests.support.e2e.gates import DIRECTORY_VARIABLE, Gates
 from tests.support.e2e.hosts import Hosts
 from tests.support.e2e.models import DEFAULT_MODEL, ModelSpec, write_model
-from tests.support.process import free_ports, stop
+from tests.support.process import free_ports, is_free, stop
 from tests.support.waiting import until
 
 Role = Literal["kv_producer", "kv_consumer", "kv_both"]
@@ -333,6 +333,8 @@ class Cluster:
     def restart(self, server: Server) -> None:
         """Start a server that has ended again: the same specification, the same port, the same log file."""
         server.stop()
+        if not server.spec.host:
+            until(lambda: is_free(server.port), f"port {server.port} to be free again", within_s=STOP_TIMEOUT_S)
         server.revive(self._spawn(server.spec, server.model, server.port, server.log, "ab"))
         _wait_until_ready(server, time.monotonic() + server.spec.start_timeout_s)
 

@@ -60,7 +60,8 @@ class Trouble:
         self._over = threading.Event()
         self._up = threading.Event()
         self._up.set()
-        self._thread = threading.Thread(target=self._run)
+        self._thread = threading.Thread(target=self._run_until_over)
+        self._failure: Exception | None = None
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -69,10 +70,20 @@ class Trouble:
     def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join()
+        if self._failure is not None:
+            raise self._failure
 
     def wait_for_servers(self) -> None:
         """Wait while a server that was killed is being started again: it could only refuse connections."""
         assert self._up.wait(START_TIMEOUT_S + 60.0), "a server has not come back"
+        assert self._failure is None, "a server could not be started again"
+
+    def _run_until_over(self) -> None:
+        try:
+            self._run()
+        except Exception as error:  # raised at the end; nobody waits for it until then
+            self._failure = error
+            self._up.set()
 
     def _run(self) -> None:
         number = 0

@@ -214,6 +214,25 @@ def test_what_arrived_while_the_engine_was_busy_is_no_flood(start: Start, monkey
     assert server.counters.admission.connections_cut == 0
 
 
+def test_what_libzmq_has_not_read_yet_at_one_look_is_no_flood(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread may have had no processor. At the next look it has."""
+    server = start(unread_bytes=1 << 20)
+    looks: list[int] = []
+
+    def much_at_first(descriptor: int) -> int:
+        looks.append(descriptor)
+        return 64 if len(looks) > 1 else 1 << 22
+
+    with dealer(server, "127.0.0.2") as peer:
+        peer.send(encode(1, HELLO))
+        assert peer.recv()
+        monkeypatch.setattr(admission_module, "bytes_received_by", much_at_first)
+        until(lambda: len(looks) > 2)
+        peer.send(encode(2, HELLO))
+        assert peer.recv()
+    assert server.counters.admission.connections_cut == 0
+
+
 def test_replies_that_nobody_reads_are_dropped_and_those_of_one_who_reads_are_not(
     start: Start, handler: Handler
 ) -> None:
