@@ -27,6 +27,7 @@ import gc
 import statistics
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -152,7 +153,7 @@ class _Prefill:
         device = DeviceBlocks()
         device.bind(self._manager)
         service, self._server = _served()
-        self._announcer = Announcer(service, device)
+        self._announcer = Announcer(service, device, Counter())
         self._requests: list[Request] = []
 
     def run(self, turn: int, named: int) -> list[float]:
@@ -281,10 +282,10 @@ class _Holder:
         self._blocks = DeviceBlocks()
         self._blocks.bind(manager)
         self._service, self._server = _served()
-        announcer = Announcer(self._service, self._blocks)
+        announcer = Announcer(self._service, self._blocks, Counter())
         self._prefixes = self._service.prefixes = PrefixService(
             self._blocks, hashes, (Retention(BLOCK_TOKENS),), announcer.being_written, self._lend, lambda: None,
-            self._server.changed, wants_blocks=lambda: False,
+            self._server.changed, Counter(), wants_blocks=lambda: False,
         )  # fmt: skip
 
     @property

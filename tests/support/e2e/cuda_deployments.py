@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from tests.support.e2e.cluster import Platform, Role, ServerSpec
 from tests.support.e2e.deployments import PATIENT, SECRET, Deployment, leases
+from tests.support.e2e.hybrid_deployments import QWEN3_NEXT_BLOCK, qwen3_next_server
 from tests.support.e2e.models import ModelSpec
 from tests.support.gpu_machine import is_on_cpu
 
@@ -113,3 +114,13 @@ CUDA_WINDOWS = _pair("windows on CUDA", ModelSpec(layers=6, architecture="gemma3
 #: The CPU's kernel of MLA takes blocks of 16 tokens, Hopper's take 64.
 CUDA_MLA = _pair("MLA on CUDA", ModelSpec(architecture="deepseek_v2"), 16 if IS_CPU else 64)
 CUDA_FP8 = _pair("fp8 on CUDA", _MODEL, SMALL_BLOCK, "--kv-cache-dtype", "fp8")
+
+
+def _with_states(role: Role) -> ServerSpec:
+    spec = qwen3_next_server(role, *_OPTIONS, ("cpu_bytes_to_use", 0))
+    return _with_graphs(replace(spec, variables=_VARIABLES, kv_cache_bytes=256 << 20, platform=PLATFORM))
+
+
+#: A step computes a block, so that D alone computes what P computes.
+STATES_UNIT = QWEN3_NEXT_BLOCK
+CUDA_STATES = Deployment("states on CUDA", (("P", _with_states("kv_producer")), ("D", _with_states("kv_consumer"))))
