@@ -259,7 +259,7 @@ class CanaryPulls(WorkerRole):
         if canary.end is None:
             return None
         if canary.end.failure:
-            return CanaryEnds(1, cause=canary.end.cause, failure=canary.end.failure)
+            return CanaryEnds(1, cause=canary.end.cause, failure=canary.end.reason)
         if canary.verdict is not None:
             return self._verdict(canary) if canary.verdict.done() else None
         if canary.reference is None or (canary.computed is not None and not canary.computed.passed()):

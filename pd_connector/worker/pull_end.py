@@ -107,8 +107,8 @@ class PullEnd(ReadSoFar):
 
     @property
     def failure(self) -> str:
-        """Why the pull failed; empty if it did not."""
-        return self.reason if self.cause else ""
+        """Why the pull failed, with the cause that is counted; empty if it did not."""
+        return f"{self.reason} (cause {self.cause})" if self.cause else ""
 
     @property
     def comes_of_leaving(self) -> bool:

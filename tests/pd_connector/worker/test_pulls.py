@@ -260,7 +260,7 @@ def test_a_refusal_of_the_scheduler_half_is_logged_by_one_rank(site: Site, start
     for service in decode.services:
         service.execute(Orders(refusals=(RefuseOrder("r", Cause.PARAMS, "of another prompt"),)))
     ends = decode.wait(2)["r"]
-    assert [(end.failure, end.is_told) for end in ends] == [("of another prompt", False), ("of another prompt", True)]
+    assert [(end.reason, end.is_told) for end in ends] == [("of another prompt", False), ("of another prompt", True)]
     second = decode.services[1]
     second._max_peers = 0
     submit(second, an_order("other", site.prefill().prefill("other", THEIRS), OURS))
