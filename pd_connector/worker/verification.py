@@ -25,6 +25,7 @@ from pd_connector.orders import Cause, PullOrder, block_table, cause_of
 from pd_connector.worker.lease_checksums import CacheChecksums, Interrupted
 from pd_connector.worker.pull_end import MIN_ANSWER_S, PullFailed
 from transfer.control.client import ControlClient
+from transfer.control.limits import MAX_SUMS
 from transfer.control.messages import Checksummed, Checksums, NoChecksums
 from transfer.errors import TransferError
 
@@ -89,6 +90,7 @@ class Verifier:
             for share in source.shares:
                 ours = self._checksums.geometry.groups[share.local_group]
                 if ours.states:
+                    _check_states(workers[source.remote].groups[share.remote_group].planes)
                     continue
                 here, there = _planes(share, self._checksums.geometry, workers[source.remote])
                 run, held = run_tokens(there), ours.block_tokens // here.tokens.ranks
@@ -285,6 +287,17 @@ def _check_shared_runs(here: Plane, there: Plane) -> None:
             f"{here.tokens.ranks} ranks here and of {there.tokens.interleave} on {there.tokens.ranks} on the remote "
             "engine: choose a --cp-kv-cache-interleave-size that is a multiple, or equal context parallel sizes, or "
             'set "verify": false on this engine'
+        )
+
+
+def _check_states(remote: Sequence[Plane]) -> None:
+    """Raise if a prefill rank has more checksums of one state of a cache group than fit an answer."""
+    number = sum(len(plane.layers) * plane.heads for plane in remote)
+    if number > MAX_SUMS:
+        raise IncompatibleCachesError(
+            f"the states of layer {remote[0].layers[0]!r} and those with it have {number} heads or channels on a rank "
+            f"of the remote engine, each with a checksum, of at most {MAX_SUMS} in an answer: set "
+            '"verify": false on this engine'
         )
 
 

@@ -12,6 +12,7 @@ from tests.support.releases import INSTALLED, module_needs
 if INSTALLED < (0, 30):
     module_needs((0, 30), "states of recurrent layers")
 
+from layout.compatibility import IncompatibleCachesError
 from layout.sharding import choose_sources
 from pd_connector.orders import ChecksumOrder, ChecksumReport, PullOrder
 from pd_connector.scheduler.prefill.checksum_table import ChecksumTable
@@ -22,6 +23,7 @@ from tests.support.connector.book_client import BookClient
 from tests.support.connector.requests import a_prompt, a_remote
 from tests.support.connector.state_caches import GDN, MAMBA2, StateLayout, StateModel, StateRank, fill, ranks
 from tests.support.connector.state_pulls import STATE_TOKENS, state_plans, state_table
+from transfer.control.limits import MAX_SUMS
 
 #: Of both engines: the last border of the smaller blocks that the larger ones share.
 BORDER = 64
@@ -113,3 +115,14 @@ def test_what_is_no_part_of_the_states_may_be_anything(
             other[places] = values
         reader.memory[:] = other
         pulled.verify(reader)
+
+
+def test_more_states_by_channel_than_an_answer_has_checksums_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pulled = _Pulled.of(MAMBA2, (1, 1), monkeypatch)
+    (reader,), (sender,) = pulled.readers, pulled.senders
+    (group,) = sender.geometry.groups
+    planes = tuple(replace(plane, heads=MAX_SUMS // len(plane.layers)) for plane in group.planes)
+    larger = replace(sender.geometry, groups=(replace(group, planes=planes),))
+    verifier = Verifier(CacheChecksums(reader.geometry), pulled.client)
+    with pytest.raises(IncompatibleCachesError, match=rf"heads or channels .* at most {MAX_SUMS} .* \"verify\": false"):
+        verifier.check_peer(True, [larger], choose_sources(reader.geometry, [sender.geometry]))

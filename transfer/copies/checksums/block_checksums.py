@@ -81,16 +81,19 @@ def _sum_rows(
 def sum_states(plane: Plane, table: BlockTable, read: BlockReader = in_place) -> PlaneSums:
     """Return the checksums of the states in the blocks of ``table``, a run for each entry; holes count as 0.
 
-    The sum of a state does not depend on its entry. Releases the GIL while it sums.
+    The sum of a state does not depend on its entry. Entries before the first state and behind the last take no memory:
+    a table of thousands may have one. Releases the GIL while it sums.
 
     Raises:
         PlanError: the plane lacks a block.
     """
-    sums = np.zeros((len(table.block_ids) + 1, len(plane.layers), plane.heads), np.uint64)
-    for entry in np.flatnonzero(table.block_ids >= 0).tolist():
+    held = np.flatnonzero(table.block_ids >= 0).tolist() or [0]
+    entries = range(held[0], min(held[-1] + 1, len(table.block_ids)))
+    sums = np.zeros((len(entries) + 1, len(plane.layers), plane.heads), np.uint64)
+    for number, entry in enumerate(entries, start=1):
         one = BlockTable.of(table.block_ids[entry : entry + 1])
-        sums[1 + entry] = sum_plane(plane, plane.block_tokens, one, 0, plane.block_tokens, read).totals[-1]
-    return PlaneSums(1, 0, np.cumsum(sums, axis=0, dtype=np.uint64))
+        sums[number] = sum_plane(plane, plane.block_tokens, one, 0, plane.block_tokens, read).totals[-1]
+    return PlaneSums(1, entries.start, np.cumsum(sums, axis=0, dtype=np.uint64))
 
 
 def warm_up(planes: Sequence[Plane]) -> None:

@@ -21,7 +21,7 @@ from tests.support.layout.oracle import LAYOUTS, WHOLE_HEADS, Engine, Extra, Hel
 from tests.support.layout.ranks import a_rank, planes_of, reader_of
 from tests.support.layout.strategies import engines, models, thorough
 from transfer.copies.checksums import block_checksums as checksums
-from transfer.copies.checksums.block_checksums import ReadableBlocks, in_place, sum_plane
+from transfer.copies.checksums.block_checksums import ReadableBlocks, in_place, sum_plane, sum_states
 
 TOKENS = 75  # fill no number of blocks
 
@@ -220,6 +220,14 @@ def test_the_whole_last_block_counts_where_it_is_opaque(memory: Items, plane: Pl
 def test_runs_in_holes_count_as_nothing(plane: Plane) -> None:
     sums = sum_plane(plane, 32, BlockTable.of([-1, 2, -1]), 0, 96)
     assert (sums.between([0, 32, 64, 96]) == 0).ravel().tolist() == [True, False, True]
+
+
+def test_the_entries_of_a_table_without_states_take_no_memory(plane: Plane) -> None:
+    alone = sum_states(plane, BlockTable.of([1])).between((0, 1))
+    found = sum_states(plane, BlockTable.of([-1] * 900 + [1] + [-1] * 100))
+    assert len(found.totals) == 2
+    assert np.array_equal(found.between((900, 901)), alone)
+    assert alone.any()
 
 
 def test_sums_of_neighbours_add_up_to_the_sum_of_both(plane: Plane) -> None:
