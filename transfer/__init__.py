@@ -9,5 +9,6 @@ Usable on its own, together with ``layout``. Public packages and modules, each i
     memory   host memory: plain, pinned, or lent out in slots
     numa     the NUMA node of memory: named, and asked for
     peers    addresses of peers, and which of them may be contacted
+    threads  whether the system has some left
     errors   exceptions that all parts share
 """

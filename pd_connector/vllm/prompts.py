@@ -6,6 +6,7 @@ directory later is not what vLLM computes with.
 
 import hashlib
 import json
+import logging
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.lora.request import LoRARequest
     from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
 
 #: Columns of an embedded prompt that are hashed, of each token.
 _EMBEDDED = 32
@@ -148,13 +151,17 @@ def _media_hashing(vllm_config: "VllmConfig | None") -> str:
 
 def _adapter_digest(path: str) -> str:
     """Return a digest of an adapter's tensors and of how they are to be applied; empty if there are no safetensors."""
-    directory = model_directory(path)
-    tensors = tensors_digest(weight_files(directory)) if directory is not None else ""
-    if directory is None or not tensors:
+    try:
+        directory = model_directory(path)
+        tensors = tensors_digest(weight_files(directory)) if directory is not None else ""
+        if directory is None or not tensors:
+            return ""
+        file = directory / "adapter_config.json"
+        config = json.loads(file.read_bytes()) if file.is_file() else {}
+        return _digest([tensors, {key: config.get(key) for key in _ADAPTER_KEYS}])
+    except OSError as error:  # of a request, it would end the engine
+        logger.warning("PDConnector: the adapter at %s is not compared with those of other engines: %s", path, error)
         return ""
-    file = directory / "adapter_config.json"
-    config = json.loads(file.read_bytes()) if file.is_file() else {}
-    return _digest([tensors, {key: config.get(key) for key in _ADAPTER_KEYS}])
 
 
 def _embeddings_digest(embedded: Any) -> str:

@@ -21,7 +21,7 @@ from transfer.control.failures import AuthenticationFailed, TooManyPeers
 from transfer.control.keys import ControlKeys
 from transfer.control.look_ups import HostLookUps, Resolved
 from transfer.control.messages import MAX_FRAME_BYTES, MalformedMessage
-from transfer.control.polling import SocketMonitor
+from transfer.control.polling import SocketMonitor, start_threads
 from transfer.errors import TransferError
 from transfer.peers import Address, AllowedPeers, no_route, parse_ip
 
@@ -142,6 +142,7 @@ class PeerPool:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         # Closed ones count until libzmq has reaped them.
         self._context.set(zmq.MAX_SOCKETS, 2 * _SOCKETS_PER_PEER * settings.max_peers + 8)
+        start_threads(self._context)
         self._poller = zmq.Poller()
         self._poller.register(wakeup_fileno, zmq.POLLIN)
         self._peers: dict[Address, PeerSocket] = {}

@@ -8,6 +8,8 @@ from threading import Lock
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from transfer.threads import check_threads
+
 
 class Wakeup:
     """A file descriptor that is readable from ``set`` to ``clear``; poll it beside the sockets.
@@ -46,6 +48,17 @@ class Wakeup:
                 os.close(self._reader)
                 os.close(self._writer)
                 self._reader = self._writer = -1
+
+
+def start_threads(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    """Have libzmq start its two threads now. Later, if the system had none left, it would abort the process.
+
+    Raises:
+        RuntimeError: the system has none left.
+        zmq.ZMQError: it has no file left.
+    """
+    check_threads(2)
+    context.socket(zmq.PAIR).close(linger=0)
 
 
 class SocketMonitor:

@@ -33,7 +33,7 @@ from transfer.control.messages import (
     enveloped,
     message_id_of,
 )
-from transfer.control.polling import Wakeup
+from transfer.control.polling import Wakeup, start_threads
 from transfer.control.waiting_requests import NotYet, WaitingRequest, WaitingRequests
 from transfer.errors import BadAddress
 from transfer.peers import Address, listen_address, parse_ip, resolve
@@ -153,6 +153,7 @@ class ControlServer:
         address = _resolved_address(self._host, self._port)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
+            start_threads(context)
             socket, admission = self._bind(context, address)
         except BaseException:
             context.destroy(linger=0)

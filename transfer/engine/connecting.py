@@ -1,10 +1,10 @@
-"""This process's sockets that are still being connected: only the system's table of sockets tells whereto."""
+"""This process's sockets: those that are still being connected, and those that others connect to."""
 
 import os
 import socket
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from ipaddress import IPv6Address, ip_address
 from pathlib import Path
@@ -12,6 +12,8 @@ from pathlib import Path
 _TABLES = [Path("/proc/thread-self/net", name) for name in ("tcp", "tcp6")]
 _SYN_SENT = "02"
 _FILES = "/proc/self/fd"
+#: After a minute of silence, 4 probes in another minute. The peer's kernel answers, so its process may be stopped.
+_PROBES = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 15), (socket.TCP_KEEPCNT, 4))
 
 
 def connecting_to(port: int) -> Iterator[tuple[socket.socket, str]]:
@@ -32,6 +34,23 @@ def connecting_to(port: int) -> Iterator[tuple[socket.socket, str]]:
                 continue
             # Said not to block, it stays as it is.
             yield socket.socket(type=socket.SOCK_STREAM | socket.SOCK_NONBLOCK, fileno=duplicate), asked[number]
+
+
+def probe_peers(files: Iterable[str]) -> None:
+    """Have the kernel end connections whose peer's machine has vanished, of all that come to listeners among ``files``.
+
+    Mooncake would keep them for ever. Accepted sockets take these options over.
+    """
+    for entry in files:
+        with suppress(OSError):  # closed in the meantime
+            if not os.readlink(f"{_FILES}/{entry}").startswith("socket:"):
+                continue
+            kind = socket.SOCK_STREAM | socket.SOCK_NONBLOCK  # said not to block, it stays as it is
+            with socket.socket(type=kind, fileno=os.dup(int(entry))) as found:
+                if found.family != socket.AF_UNIX and found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                    for option, value in _PROBES:
+                        found.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def _asked(port: int) -> Iterator[tuple[int, str]]:

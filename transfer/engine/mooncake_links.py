@@ -22,7 +22,7 @@ from transfer.engine.batches import check_copies, split_large
 from transfer.engine.identity import NONCE_BYTES, wrong_identity
 from transfer.engine.interface import EngineStartError, GivenUp, Link, ReadFailed, never
 from transfer.engine.mooncake_batches import State, submit
-from transfer.engine.mooncake_native import NativeEngine, check_open_files, check_threads
+from transfer.engine.mooncake_native import NativeEngine, check_link_threads, check_open_files
 from transfer.engine.mooncake_ports import closed_port
 from transfer.engine.mooncake_read import MooncakeRead
 from transfer.engine.mooncake_settling import Leftover
@@ -272,7 +272,7 @@ class OwnEngineLink(MooncakeLink):
 
     def _start(self) -> NativeEngine:
         check_open_files()
-        check_threads()
+        check_link_threads()
         native = NativeEngine(self._options)
         self._at_end.append(native.delete)
         return native

@@ -17,7 +17,6 @@ import os
 import resource
 import socket
 import struct
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import suppress
@@ -29,9 +28,10 @@ from typing import Any
 from layout.geometry import Region
 from layout.regions import describe_region
 from transfer.engine.ascend_environment import ascend_settings, link_s, set_qos
-from transfer.engine.connecting import connecting_to
+from transfer.engine.connecting import connecting_to, probe_peers
 from transfer.engine.interface import EngineStartError
 from transfer.peers import Address, parse_address, parse_ip, resolve
+from transfer.threads import check_threads
 
 _CODES = {
     -1: "invalid argument",
@@ -205,27 +205,16 @@ def check_open_files() -> None:
         )
 
 
-def check_threads() -> None:
-    """Raise unless the system has the threads that one engine more needs. Takes less than a millisecond.
-
-    They are started and end at once: no process can read the limit of the pod that its container is in.
+def check_link_threads() -> None:
+    """Raise unless the system has the threads that one engine more needs.
 
     Raises:
         EngineStartError: it has not; the message names the limits that there may be.
     """
-    end = threading.Event()
-    started: list[threading.Thread] = []
     try:
-        for _ in range(_ENGINE_THREADS):
-            thread = threading.Thread(target=end.wait, name="pd-trial", daemon=True)
-            thread.start()
-            started.append(thread)
+        check_threads(_ENGINE_THREADS)
     except RuntimeError as error:
         raise _no_threads(error) from error
-    finally:
-        end.set()
-        for thread in started:
-            thread.join()
 
 
 def _no_threads(error: RuntimeError) -> EngineStartError:
@@ -280,6 +269,7 @@ class NativeEngine:
             )
         self._port = int(self._engine.get_rpc_port())
         self._files = set(os.listdir(_FILES)) - before  # new ones: a look at each of thousands takes long
+        probe_peers(self._files)
         #: Whether it can reach IPv6 addresses. The first engine of a process decides for all.
         self.speaks_ipv6 = self._listens_for_ipv6()
         self._names: dict[str, str] = {}  # of peers since the last probe, as this engine can resolve them, by address

@@ -1,6 +1,7 @@
 """What tells prompts apart on two engines: tokens, adapters by what they hold, images by vLLM's hashes of them."""
 
 import json
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -261,3 +262,23 @@ def test_what_goes_on_behind_a_prompt() -> None:
     assert not prompts.continues(a_request(other), earlier)
     assert not prompts.continues(a_request(longer, lora_request=french), earlier)
     assert not prompts.continues(a_request(longer), None)
+
+
+@pytest.mark.parametrize("error", [OSError(24, "Too many open files"), RuntimeError("can't start new thread")])
+def test_an_adapter_that_cannot_be_read_now_is_not_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    """Whoever asks for it first would end the engine."""
+    adapter = an_adapter(tmp_path / "adapter")
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    if isinstance(error, OSError):
+        monkeypatch.setattr(Path, "read_bytes", fail)
+    else:
+        monkeypatch.setattr(threading.Thread, "start", fail)
+    french = SimpleNamespace(lora_name="french", lora_int_id=1, lora_path=str(adapter))
+    identity = Prompts(model_check="weights").identify(a_request(lora_request=french))
+    assert (identity.adapter, identity.adapter_digest) == ("french", "")
+    assert str(error) in caplog.text

@@ -1,14 +1,19 @@
-"""Sockets that wait for a peer's system to answer are found, and those who wait for them can be woken."""
+"""Sockets that wait for a peer's system to answer are found, and who waits for them can be woken. Others are probed."""
 
+import os
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, suppress
 
+import numpy as np
 import pytest
 
+from layout.copies import Copies
+from tests.support.memory import Memory
 from tests.support.waiting import until
 from transfer.engine.connecting import connecting_to
+from transfer.engine.mooncake import MooncakeEngine, MooncakeOptions
 
 
 class Full:
@@ -77,3 +82,37 @@ def test_who_waits_for_one_is_woken(full: Full) -> None:
     assert failures
     assert not isinstance(failures[0], TimeoutError)
     assert list(connecting_to(full.port)) == []
+
+
+def test_connections_to_an_engine_end_when_their_machine_has_vanished() -> None:
+    """The system sees to it, if it is told to: Mooncake would keep them, and their files, for ever."""
+    near, far = (Memory(4096) for _ in range(2))
+    with ExitStack() as stack:
+        here, there = (stack.enter_context(closing(MooncakeEngine(MooncakeOptions("127.0.0.1")))) for _ in range(2))
+        here.register([near.region])
+        there.register([far.region])
+        link = stack.enter_context(closing(here.open(there.address, [far.region], there.identity)))
+        link.read(Copies(*(np.array([each]) for each in (near.region.address, far.region.address, 4096))), 10.0)
+        own = [stack.enter_context(each) for each in _tcp_sockets()]
+        listening = {each.getsockname()[1] for each in own if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)}
+        accepted = [each for each in own if _is_connected(each) and each.getsockname()[1] in listening]
+        assert accepted
+        assert all(each.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) for each in accepted)
+
+
+def _tcp_sockets() -> Iterator[socket.socket]:
+    """Duplicates of this process's own."""
+    for entry in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{entry}").startswith("socket:"):
+                found = socket.socket(fileno=os.dup(int(entry)))
+                if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
+                    yield found
+                else:
+                    found.close()
+
+
+def _is_connected(one: socket.socket) -> bool:
+    with suppress(OSError):
+        return bool(one.getpeername())
+    return False

@@ -25,7 +25,7 @@ from transfer.engine.interface import ReadFailed
 from transfer.engine.mooncake import MooncakeEngine, MooncakeOptions
 from transfer.memory import HostMemory
 
-mooncake_links.check_threads = lambda: None
+mooncake_links.check_link_threads = lambda: None
 engine, memory = MooncakeEngine(MooncakeOptions("127.0.0.1")), HostMemory(4096)
 engine.register([memory.region])
 _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
