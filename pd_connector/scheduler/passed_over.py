@@ -1,7 +1,8 @@
-"""Requests for which vLLM looks nothing up in its prefix cache, because they wait in any case.
+"""Requests that wait before vLLM gives them blocks, at little cost.
 
 In every step, vLLM would look up the whole prefix of each request that waits for blocks before it asks its connector:
-milliseconds for a long prompt, and a thousand may wait for a prefill engine, a peer or the pool.
+milliseconds for a long prompt, and a thousand may wait for a prefill engine, a peer or the pool. For those it looks
+nothing up. And as each answer costs a request a step, whoever it may need is asked at the same time.
 
 Everything runs on the scheduler's thread.
 """
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class PassedOver:
-    """Owns which request is passed over."""
+    """Asks the roles whether requests wait, and owns which one is passed over."""
 
     def __init__(self, roles: Sequence[SchedulerRole], rate: ComputeRate) -> None:
         """Take the roles for which requests wait, which may become more, and who counts how long they do."""
@@ -34,7 +35,18 @@ class PassedOver:
         self._request_id = request.request_id if waits else ""
         return waits
 
-    def was_passed_over(self, request: "Request") -> bool:
+    def must_wait(self, request: "Request", computed_tokens: int) -> bool:
+        """Return whether a request must not be given blocks in this step: see ``SchedulerRole.must_wait``."""
+        if self._was_passed_over(request):
+            return True
+        for number, role in enumerate(self._roles):
+            if role.must_wait(request, computed_tokens):
+                for other in self._roles[number + 1 :] if role.answers(request) else ():
+                    other.look_ahead(request, computed_tokens)
+                return True
+        return False
+
+    def _was_passed_over(self, request: "Request") -> bool:
         """Return whether nothing was looked up for a request, once: some schedulers look up in other ways, too."""
         was = bool(request.request_id == self._request_id)
         self._request_id = ""

@@ -222,9 +222,7 @@ class ConnectorScheduler:
         """Return how many tokens beyond ``computed_tokens`` will be loaded or pulled; None if not known yet."""
         if self._waits_for_workers:
             return None  # a prompt that is computed now could be neither leased nor stored
-        if self._passed_over.was_passed_over(request):
-            return None
-        if any(role.must_wait(request, computed_tokens) for role in self._roles):
+        if self._passed_over.must_wait(request, computed_tokens):
             return None
         for role in self._roles:
             role.free_blocks()

@@ -2,7 +2,8 @@
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -48,6 +49,13 @@ class SchedulerRole:
         Not if that takes too long: whoever is told so in every step learns of news, and of the end of its time.
         """
         return False
+
+    def answers(self, request: "Request") -> Collection[Future[Any]]:
+        """Return what ``must_wait`` has a request wait for, if that is answers of others."""
+        return ()
+
+    def look_ahead(self, request: "Request", computed_tokens: int) -> None:
+        """Ask already what ``must_wait`` would, if that takes time: the request waits for answers to another role."""
 
     def missing_tokens(self, request: "Request", computed_tokens: int) -> int:
         """Return how many tokens beyond ``computed_tokens`` this role will bring."""

@@ -162,7 +162,7 @@ Simulations of many engines (``test_state_machine``, ``test_progress``) and of o
     simulation.scheduler_pulls  a pull as a worker makes it, in steps
     simulation.state_groups  states of recurrent layers in the engines of ``vllm_schedulers``, each block checked
     simulation.pooled       a pool that engines of ``vllm_schedulers`` share, and their workers' part in it
-    simulation.prefix_engines  engines of ``vllm_schedulers`` that find prefixes at each other
+    simulation.prefix_engines  engines of ``vllm_schedulers`` that find prefixes at each other and in a pool
     simulation.engine_config  vLLM's configuration of such an engine
     simulation.engine_worker  a worker's device and host memory, token by token, and what is under way to them
     simulation.vllm_schedulers  engines around vLLM's own schedulers and our scheduler side, with such workers

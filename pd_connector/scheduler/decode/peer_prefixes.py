@@ -18,7 +18,7 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -32,9 +32,9 @@ from pd_connector.scheduler.decode.canaries import Canaries, Standing
 from pd_connector.scheduler.decode.needed_blocks import NeededBlocks
 from pd_connector.scheduler.decode.prefix_offers import offered_prefix
 from pd_connector.scheduler.decode.renewals import Renewals
-from pd_connector.scheduler.prefix_queue import PrefixQueue
+from pd_connector.scheduler.prefix_search import PrefixSearch
 from pd_connector.scheduler.readers import Readers
-from pd_connector.scheduler.scheduler_role import SchedulerRole, ended
+from pd_connector.scheduler.scheduler_role import ended
 from pd_connector.vllm.block_hashes import BlockHashes
 from pd_connector.vllm.cache_specs import Retention, blocks_for
 from pd_connector.vllm.device_blocks import DeviceBlocks, HeldBlocks
@@ -75,6 +75,10 @@ class _Asking:
     again: set[Address] = field(default_factory=set)  # those that were asked once more, with other hashes
     hashes: dict[int, tuple[bytes, ...]] = field(default_factory=dict)  # of the prompt, by tokens of each
 
+    @property
+    def answers(self) -> Collection[Future[Found]]:
+        return self.asked.values()
+
 
 @dataclass(slots=True)
 class _Pulling:
@@ -99,7 +103,7 @@ class _Pulling:
         return Address(self.remote.remote_host, self.remote.remote_port)
 
 
-class PeerPrefixes(SchedulerRole):
+class PeerPrefixes(PrefixSearch[_Asking, _Pulling]):
     """Owns the questions for prefixes, and the blocks to which prefixes are being pulled."""
 
     def __init__(
@@ -131,6 +135,7 @@ class PeerPrefixes(SchedulerRole):
             clock: monotonic, in seconds.
             readers: know who has read the beginning of a prompt here; None if they are not to be asked.
         """
+        super().__init__(_MAX_UNDER_WAY, clock)
         self._readers = readers
         self._peers = tuple(peers)
         self._client = client
@@ -140,15 +145,11 @@ class PeerPrefixes(SchedulerRole):
         self._hashes = hashes
         self._canaries = canaries
         self._held_in_host = held_in_host
-        self._clock = clock
         self._ranks = 0
         self._needed = NeededBlocks(groups, ())
         self._rate = rate
-        self._asking: dict[str, _Asking] = {}  # by request
         self._pulling: dict[str, _Pulling] = {}  # by the id of the pull
-        self._waiting: dict[str, _Pulling] = {}  # for the same, by request
         self._to_prove: dict[str, tuple[RemotePrefill, int]] = {}  # by request: an untried peer, and tokens held here
-        self._queue: PrefixQueue[_Asking | _Pulling] = PrefixQueue(_MAX_UNDER_WAY, clock)
         self._reader: dict[str, Address | None] = {}  # who has read the beginning of a prompt here, by request
         self._unanswered: LastFew[Address, Future[Found]] = LastFew(_MOST_KNOWN)  # for which nobody waits any more
         self._silent_until: LastFew[Address, float] = LastFew(_MOST_KNOWN)
@@ -160,33 +161,6 @@ class PeerPrefixes(SchedulerRole):
         """Learn the number of ranks, and the names of layers."""
         self._ranks = len(handshakes)
         self._needed.set_layers(layers_by_group([handshake.geometry for handshake in handshakes]))
-
-    def must_wait(self, request: "Request", computed_tokens: int) -> bool:
-        """Return whether a request must wait for what peers hold of its prompt; ask them, if they have not been.
-
-        ``computed_tokens``: those that the device holds already.
-        """
-        if self.is_waiting(request):
-            return True
-        request_id = request.request_id
-        if (asking := self._asking.get(request_id)) is not None:
-            return self._take_answers(asking)
-        if (pulling := self._waiting.pop(request_id, None)) is not None:
-            pulling.is_late = True
-            self.counts["prefixes", "late"] += 1
-            self._leave_aside(pulling.peer)
-        if request_id in self._queue.asked or not self._ranks:
-            return False
-        return self._begin(request, computed_tokens)
-
-    def is_waiting(self, request: "Request") -> bool:
-        """Return whether an answer or a pull is still to come, for a request or those before it, and in time."""
-        request_id = request.request_id
-        if (asking := self._asking.get(request_id)) is not None:
-            return self._clock() < asking.give_up_at and not all(answer.done() for answer in asking.asked.values())
-        if (pulling := self._waiting.get(request_id)) is not None:
-            return self._clock() < pulling.give_up_at
-        return self._queue.is_waiting(request_id)
 
     def allocated(self, request: "Request", blocks: object, external_tokens: int) -> int:
         """Bring nothing. A request that is computed here may prove the peer that holds its prefix."""
@@ -214,14 +188,9 @@ class PeerPrefixes(SchedulerRole):
 
     def finish(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> None:
         """Forget a request. A pull for it goes on: others may find the prefix."""
-        request_id = request.request_id
-        self._queue.forget(request_id)
-        self._reader.pop(request_id, None)
-        self._waiting.pop(request_id, None)
-        if (asking := self._asking.pop(request_id, None)) is not None:
-            self._queue.end(asking)
-            self._abandon(asking)
-        if (untried := self._to_prove.pop(request_id, None)) is not None:
+        super().finish(request, block_ids)
+        self._reader.pop(request.request_id, None)
+        if (untried := self._to_prove.pop(request.request_id, None)) is not None:
             self._renewals.cancel(untried[0])
 
     @property
@@ -244,12 +213,18 @@ class PeerPrefixes(SchedulerRole):
         assert all(pulling.ends.ranks < self._ranks for pulling in self._pulling.values()), "one should have ended"
         taken = [block.block_id for pulling in self._pulling.values() for block in _blocks_of(pulling)]
         assert len(set(taken)) == len(taken), "two prefixes are pulled to one block"
-        assert {*map(id, self._waiting.values())} <= {*map(id, self._pulling.values())}, "what has ended is waited for"
         assert self._renewals.request_ids == self._pulling.keys(), "other leases are renewed than those of pulls"
         self._renewals.check_integrity()
-        self._queue.check_integrity(self._asking, (*self._asking.values(), *self._pulling.values()))
+        self._check_waits(self._pulling.values())
 
     # Asking
+
+    def _rests(self) -> bool:
+        return not self._ranks  # they are not known yet
+
+    def _note_late(self, late: _Pulling) -> None:
+        self.counts["prefixes", "late"] += 1
+        self._leave_aside(late.peer)
 
     @cached_property
     def _unit(self) -> int:
@@ -400,7 +375,7 @@ class PeerPrefixes(SchedulerRole):
         self._silent_until[peer] = self._clock() + _SILENCE_S
 
     def _abandon(self, asking: _Asking) -> None:
-        """Let go of what peers offer, or will offer, for a request that has left."""
+        """End the leases of what peers offer, or will offer, for a request that has left."""
         for peer, answer in asking.asked.items():
             answer.add_done_callback(partial(self._decline, peer))
 

@@ -5,6 +5,8 @@ A prompt that is computed here passes through these states, each at most once:
     asked for --- the pool holds more ---> fetching to free slots --- all ranks have ---> found in host memory
         '--- it holds no more, or computing would be faster -----------'--- some blocks were gone ---> fewer are found
 
+While peers are asked for a prompt, it is looked up already. If they bring something, it is looked up again behind that.
+
 And a block that host memory has come to hold: remembered, pinned while it is copied, put. Puts are few at a time; what
 waits for too long is left out. What the pool has not kept is put once more: a full one refuses a part of most puts, and
 makes room meanwhile.
@@ -34,8 +36,8 @@ from pd_connector.scheduler.compute_rate import ComputeRate
 from pd_connector.scheduler.host.pool_lookups import longest_prefix
 from pd_connector.scheduler.host.put_queue import PutQueue
 from pd_connector.scheduler.host.tier import HostTier
-from pd_connector.scheduler.prefix_queue import PrefixQueue
-from pd_connector.scheduler.scheduler_role import SchedulerRole, ended
+from pd_connector.scheduler.prefix_search import PrefixSearch
+from pd_connector.scheduler.scheduler_role import ended
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.block_events import group_and_hash
 from pd_connector.vllm.block_pools import BlockKeys, slots_of
@@ -62,16 +64,27 @@ _MAX_KNOWN = 1 << 16  # keys of blocks that need not be put
 
 
 @dataclass(frozen=True, slots=True)
+class _LookUp:
+    """A question to the pool. Its request may have left."""
+
+    keys: Mapping[int, BlockKeys]  # of the prompt's blocks, by cache group
+    held: int  # tokens from the beginning, of which the pool must hold more
+    began_at: float
+    takes_s: float  # at most, to be worth it
+    answer: Future[int]  # tokens from the beginning that the pool seems to hold
+
+
+@dataclass(frozen=True, slots=True)
 class _Asking:
     request: "Request"
     first: int  # tokens that the device holds already
-    least: int  # tokens from the beginning, of which the pool must hold more
-    keys: Mapping[int, BlockKeys]  # of its blocks, by cache group
     key: "BlockHashWithGroupId"  # of the first block that is missing
-    began_at: float
-    takes_s: float  # at most, to be worth it
     give_up_at: float  # sooner if its request has waited before, for peers or for others
-    answer: Future[int]  # tokens from the beginning that the pool seems to hold
+    look_up: _LookUp
+
+    @property
+    def answers(self) -> tuple[Future[int]]:
+        return (self.look_up.answer,)
 
 
 @dataclass(slots=True)
@@ -102,7 +115,7 @@ class _Put:
     once_more: "set[BlockHashWithGroupId]"  # those that were not kept before
 
 
-class SharedPool(SchedulerRole):
+class SharedPool(PrefixSearch[_Asking, _Fetch]):
     """Owns the look-ups in the pool, and the slots that blocks are fetched to and put from."""
 
     def __init__(
@@ -129,6 +142,7 @@ class SharedPool(SchedulerRole):
             lookups: has a connection to the pool.
             clock: monotonic, in seconds.
         """
+        super().__init__(_MAX_UNDER_WAY, clock)
         self._host = host = tier.pool
         self._loans = tier.loans
         self._forms = forms
@@ -136,17 +150,14 @@ class SharedPool(SchedulerRole):
         self._ranks = ranks
         self._name_contents = name_contents
         self._rate = rate
-        self._clock = clock
         self._lookups = lookups
         self._epoch = ""  # not empty if what was put before is no longer valid
         self._namespace = ""  # made when it is needed
         self._unit = math.lcm(*(host.block_tokens[group] for group in host.groups))
-        self._asking: dict[str, _Asking] = {}  # by request
-        self._looking: deque[_Asking] = deque()  # asked for by requests that may have left: one after the other
+        self._ahead: dict[str, _LookUp] = {}  # by request, which is to ask
+        self._looking: deque[_LookUp] = deque()  # one after the other
         self._fetches: dict[int, _Fetch] = {}  # one after the other, too
         self._fetch_due_at = math.inf  # that of the first of them
-        self._waiting: dict[str, _Fetch] = {}  # for one of them, by request
-        self._queue: PrefixQueue[_Asking | _Fetch] = PrefixQueue(_MAX_UNDER_WAY, clock)
         self._to_put = PutQueue(tier)
         self._puts: dict[int, _Put] = {}
         self._known: LastFew[BlockHashWithGroupId, None] = LastFew(_MAX_KNOWN)  # in the pool, as far as known
@@ -158,33 +169,14 @@ class SharedPool(SchedulerRole):
 
     # Requests
 
-    def must_wait(self, request: "Request", computed_tokens: int) -> bool:
-        """Return whether a request must wait for what the pool holds of its prompt; look it up, if that is new.
-
-        ``computed_tokens``: those that the device holds already.
-        """
-        if self.is_waiting(request):
-            return True
+    def look_ahead(self, request: "Request", computed_tokens: int) -> None:
+        """Look up what a request lacks while it waits for peers: if they bring nothing, the answer is there, too."""
         request_id = request.request_id
-        if (asking := self._asking.get(request_id)) is not None:
-            return self._take_answer(asking)
-        if (fetch := self._waiting.pop(request_id, None)) is not None:
-            fetch.is_late = True
-            self.counts["pool_prompts", "late"] += 1
-        if request_id in self._queue.asked or self._rests():
-            return False
-        return self._begin(request, computed_tokens)
-
-    def is_waiting(self, request: "Request") -> bool:
-        """Return whether an answer or a fetch is still to come, for a request or those before it, and in time."""
-        request_id = request.request_id
-        if self._rests():
-            return False
-        if (asking := self._asking.get(request_id)) is not None:
-            return self._clock() < asking.give_up_at and not asking.answer.done()
-        if (fetch := self._waiting.get(request_id)) is not None:
-            return self._clock() < fetch.give_up_at
-        return self._queue.is_waiting(request_id)
+        if request_id in self._ahead or self._rests() or not self._is_worth_it(request, computed_tokens):
+            return
+        held, ends, first = self._lacking(request, computed_tokens)
+        if first is not None and ends:
+            self._ahead[request_id] = self._look_up(request, held, ends)
 
     def allocated(self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int) -> int:
         """Bring nothing. The prompt is computed now, and will be put."""
@@ -211,11 +203,9 @@ class SharedPool(SchedulerRole):
 
     def finish(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> None:
         """Forget a request. A fetch for it goes on: others may find the prefix."""
+        super().finish(request, block_ids)
         self._to_put.forget(request.request_id)
-        self._queue.forget(request.request_id)
-        self._waiting.pop(request.request_id, None)
-        if (asking := self._asking.pop(request.request_id, None)) is not None:
-            self._queue.end(asking)
+        self._ahead.pop(request.request_id, None)
 
     @property
     def wants_step(self) -> bool:
@@ -236,6 +226,7 @@ class SharedPool(SchedulerRole):
         for asking in self._asking.values():
             self._queue.end(asking)
         self._asking.clear()
+        self._ahead.clear()
         self.counts["pool_blocks", "refused"] += self._to_put.clear()
         self._known.clear()
         self._host.take_news()
@@ -257,8 +248,8 @@ class SharedPool(SchedulerRole):
             put.hosts for put in self._puts.values()
         ]
         assert self._loans.are_lent(held), "blocks are fetched to, or put from, slots that are not lent"
-        assert {*map(id, self._waiting.values())} <= {*map(id, self._fetches.values())}, "what has ended is waited for"
-        self._queue.check_integrity(self._asking, (*self._asking.values(), *self._fetches.values()))
+        self._check_waits(self._fetches.values())
+        assert not self._ahead.keys() & self._asking.keys(), "a request that asks is to ask"
         assert len(self._puts) <= _MAX_PUTS, "more is put at a time than is allowed"
         self._to_put.check_integrity()
 
@@ -266,44 +257,58 @@ class SharedPool(SchedulerRole):
 
     def _begin(self, request: "Request", computed_tokens: int) -> bool:
         """Look up what a request lacks; return whether it is to wait."""
-        request_id, now = request.request_id, self._clock()
-        missing = request.num_prompt_tokens - 1 - computed_tokens
-        worth_it = self._rate.least_tokens
-        if missing < worth_it or is_decode_leg(request.kv_transfer_params) or computes_whole_prompt(request):
+        request_id = request.request_id
+        ahead = self._ahead.pop(request_id, None)
+        if not self._is_worth_it(request, computed_tokens):
             return False
-        hit = self._host.find(request, computed_tokens)
-        held = computed_tokens + (hit.tokens if hit is not None else 0)
-        first = self._first_missing(request, held)
-        ends = range((request.num_prompt_tokens - 1) // self._unit * self._unit, held + worth_it - 1, -self._unit)
+        held, ends, first = self._lacking(request, computed_tokens)
         if first is None or not ends:
             self._queue.asked.add(request_id)
             return False
-        missing = request.num_prompt_tokens - 1 - held
-        give_up_at = self._rate.deadline_of(request_id, missing)
+        give_up_at = self._rate.deadline_of(request_id, request.num_prompt_tokens - 1 - held)
         same = self._queue.get(first, request_id)
-        if same is not None or self._queue.is_full or now >= give_up_at:
+        if same is not None or self._queue.is_full or self._clock() >= give_up_at:
+            if ahead is not None:
+                self._ahead[request_id] = ahead
             is_waiting = self._queue.wait(request_id, give_up_at, same)
             self.counts["pool_prompts", "late"] += not is_waiting
             return is_waiting
         self._queue.asked.add(request_id)
+        # What has been brought meanwhile ends elsewhere than what was looked for.
+        look_up = ahead if ahead is not None and ahead.held == held else self._look_up(request, held, ends)
+        asking = _Asking(request, computed_tokens, first, give_up_at, look_up)
+        self._asking[request_id] = asking
+        self._queue.begin(asking)
+        self.counts["pool_prompts", "asked"] += 1
+        return not look_up.answer.done() or self._take_answers(asking)
+
+    def _is_worth_it(self, request: "Request", computed_tokens: int) -> bool:
+        """Return whether a prompt is computed here, and so much of it is missing on the device."""
+        missing = request.num_prompt_tokens - 1 - computed_tokens
+        is_computed_here = not (is_decode_leg(request.kv_transfer_params) or computes_whole_prompt(request))
+        return is_computed_here and missing >= self._rate.least_tokens
+
+    def _lacking(
+        self, request: "Request", computed_tokens: int
+    ) -> "tuple[int, Sequence[int], BlockHashWithGroupId | None]":
+        """Return how much of a prompt is found here, where what the pool holds may end, and the first missing block."""
+        hit = self._host.find(request, computed_tokens)
+        held = computed_tokens + (hit.tokens if hit is not None else 0)
+        least = held + self._rate.least_tokens
+        ends = range((request.num_prompt_tokens - 1) // self._unit * self._unit, least - 1, -self._unit)
+        keys = (self._host.key_at(request, group, held) for group in self._host.groups)
+        return held, ends, next((key for key in keys if key is not None), None)
+
+    def _look_up(self, request: "Request", held: int, ends: Sequence[int]) -> _LookUp:
+        """Ask the pool at which of the ``ends`` it has what is behind ``held`` tokens."""
         keys = {group: self._host.keys_of(request, group) for group in self._host.groups}
         kept = {group: self._groups[group] for group in keys}
         whole = [group for group, of in kept.items() if not (of.window or of.chunk or of.states)]
         look = partial(longest_prefix, self._forms, self._space(), keys, self._host.block_tokens, ends, held, whole)
-        asking = _Asking(
-            request, computed_tokens, held, keys, first, now, self._rate.seconds_for(missing), give_up_at,
-            self._lookups.submit(look, _LOOKUP_S),
-        )  # fmt: skip
-        self._asking[request_id] = asking
-        self._looking.append(asking)
-        self._queue.begin(asking)
-        self.counts["pool_prompts", "asked"] += 1
-        return True
-
-    def _first_missing(self, request: "Request", tokens: int) -> "BlockHashWithGroupId | None":
-        """Return the key of the block behind so many tokens, in the first cache group that has one."""
-        keys = (self._host.key_at(request, group, tokens) for group in self._host.groups)
-        return next((key for key in keys if key is not None), None)
+        takes_s = self._rate.seconds_for(request.num_prompt_tokens - 1 - held)
+        look_up = _LookUp(keys, held, self._clock(), takes_s, self._lookups.submit(look, _LOOKUP_S))
+        self._looking.append(look_up)
+        return look_up
 
     def _space(self) -> str:
         """Return the namespace of the objects that are valid here."""
@@ -312,27 +317,30 @@ class SharedPool(SchedulerRole):
             self._namespace = f"pd/{hashlib.blake2b(named, digest_size=16).hexdigest()}"
         return self._namespace
 
-    def _take_answer(self, asking: _Asking) -> bool:
+    def _note_late(self, late: _Fetch) -> None:
+        self.counts["pool_prompts", "late"] += 1
+
+    def _take_answers(self, asking: _Asking) -> bool:
         """Go on with the answer, which is there or late; return whether the request is to wait for a fetch."""
-        now, is_done = self._clock(), asking.answer.done()
+        now, look_up = self._clock(), asking.look_up
         del self._asking[asking.request.request_id]
         self._queue.end(asking)
-        if not is_done:
+        if not look_up.answer.done():
             self.counts["pool_prompts", "late"] += 1
-            if now - asking.began_at >= _SLOW_S:
+            if now - look_up.began_at >= _SLOW_S:
                 self._close_for_a_while()
             return False
-        if asking.answer.exception() is not None:
+        if look_up.answer.exception() is not None:
             self.counts["pool_prompts", "failed"] += 1
             self._close_for_a_while()
             return False
         self._has_failed = False
-        tokens, sizes = asking.answer.result(), self._host.block_tokens
-        self._forget(key for group, keys in asking.keys.items() for key in keys[tokens // sizes[group] :])
-        if tokens <= asking.least:
+        tokens, sizes = look_up.answer.result(), self._host.block_tokens
+        self._forget(key for group, keys in look_up.keys.items() for key in keys[tokens // sizes[group] :])
+        if tokens <= look_up.held:
             self.counts["pool_prompts", "nothing"] += 1
             return False
-        give_up_at = self._rate.deadline_of(asking.request.request_id, tokens - asking.least)
+        give_up_at = self._rate.deadline_of(asking.request.request_id, tokens - look_up.held)
         if self._rests() or now >= give_up_at:
             self.counts["pool_prompts", "late"] += 1
             return False
@@ -363,7 +371,7 @@ class SharedPool(SchedulerRole):
         request = asking.request
         entries, keys = [], []
         for group in self._host.groups:
-            of_group = asking.keys[group]
+            of_group = asking.look_up.keys[group]
             for number in self._groups[group].needed_blocks(asking.first, end)[0]:
                 if not self._host.holds(of_group[number]):
                     entries.append((group, number))
@@ -375,9 +383,10 @@ class SharedPool(SchedulerRole):
         if hosts is None:
             self.counts["pool_prompts", "full" if entries else "nothing"] += 1
             return False
-        takes_s = self._rate.seconds_for(end - asking.least)
+        held = asking.look_up.held
+        takes_s = self._rate.seconds_for(end - held)
         fetch = _Fetch(
-            request, asking.first, asking.least, asking.key, give_up_at, takes_s, tuple(entries), tuple(keys), hosts,
+            request, asking.first, held, asking.key, give_up_at, takes_s, tuple(entries), tuple(keys), hosts,
             before, PoolEnds(0),
         )  # fmt: skip
         order = self._order(keys, hosts, takes_s + _GRACE_S)

@@ -1,6 +1,6 @@
 """vLLM looks nothing up for requests that wait for peers or the pool, and they go on when there is news, or none comes.
 
-Covers: pd_connector.scheduler.prefix_queue.
+Covers: pd_connector.scheduler.prefix_search.
 """
 
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ import pytest
 from pd_connector.scheduler.decode.landings import Landings
 from pd_connector.scheduler.decode.peer_prefixes import PeerPrefixes
 from pd_connector.scheduler.host.shared_pool import SharedPool
-from pd_connector.scheduler.prefix_queue import PrefixQueue
+from pd_connector.scheduler.prefix_search import PrefixQueue
 from tests.support.simulation.prefix_engines import BLOCK, FIRST, TURN, a_holder, asker, compute, hold
 from tests.support.simulation.vllm_schedulers import ClientRequest, EngineSim, World
 

@@ -7,38 +7,26 @@ import pytest
 
 from pd_connector.scheduler.decode.peer_prefixes import PeerPrefixes
 from pd_connector.scheduler.host.shared_pool import SharedPool
-from tests.support.simulation.prefix_engines import BLOCK, FIRST, TURN, a_holder, compute, hold
-from tests.support.simulation.vllm_schedulers import HOST, ClientRequest, EngineSim, World
+from tests.support.simulation.prefix_engines import (
+    BLOCK,
+    FIRST,
+    RATE,
+    TURN,
+    a_holder,
+    compute,
+    fill_pool,
+    hold,
+    numbered_prompt,
+    searcher,
+)
+from tests.support.simulation.vllm_schedulers import ClientRequest, EngineSim, World
 from transfer.control.messages import Find, Found
 from transfer.control.waiting_requests import NotYet
 from transfer.store.store_thread import RETRY_S
 
-#: So that computing what is missing of ``FIRST`` takes a second.
-RATE = float(TURN)
 REST = TURN + 1 - TURN // BLOCK * BLOCK
 STEP_S = 0.02
 FOREVER_S = 1e9
-
-
-def an_engine(world: World, *peers: EngineSim, blocks: int = 900, **settings: Any) -> EngineSim:
-    """It has host memory and the pool behind it."""
-    if peers:
-        settings["peers"] = [f"{HOST}:{each.port}" for each in peers]
-    engine = EngineSim(world, "kv_producer", blocks, slots=900, pooled=True, host_transfers="off", **settings)
-    engine.side._rate._per_second = RATE
-    return engine
-
-
-def prompt(number: int) -> list[int]:
-    return [token + 1000 * number for token in FIRST]
-
-
-def fill_pool(world: World, tokens: list[int]) -> None:
-    """An engine puts a prompt into the pool."""
-    compute(world, an_engine(world), tokens)
-    for _ in range(40):
-        world.step()
-    assert world.pool.objects
 
 
 def answer_late(world: World, holder: EngineSim, late_s: float) -> None:
@@ -144,7 +132,7 @@ def test_slow_peers_and_a_slow_pool_cost_a_prompt_no_more_than_computing_it(
     fill_pool(world, FIRST)
     if peers is slow_to_pull:
         hold(world, holder, FIRST)
-    engine = an_engine(world, holder)
+    engine = searcher(world, holder)
     peers(world, holder, engine)
     pool(world, holder, engine)
     waited = delays(world, engine, ClientRequest("r", [*FIRST, 1], 1))
@@ -157,12 +145,12 @@ def test_slow_peers_and_a_slow_pool_cost_a_prompt_no_more_than_computing_it(
 def test_nor_if_it_waits_behind_others_before(world: World, is_same: bool) -> None:
     """Those before it are not late, so that it asks itself once they have gone on."""
     holder = a_holder(world)
-    engine = an_engine(world, holder)
+    engine = searcher(world, holder)
     answer_late(world, holder, 0.7)
-    look_up_late(world, engine, 0.7)
-    others = [prompt(1)] if is_same else [prompt(number) for number in range(1, 17)]
+    look_up_late(world, engine, 0.95)
+    others = [numbered_prompt(1)] if is_same else [numbered_prompt(number) for number in range(1, 17)]
     asked = [ClientRequest(f"other{number}", tokens, 1) for number, tokens in enumerate(others)]
-    last = ClientRequest("last", [*prompt(1)[:-1], 3] if is_same else prompt(20), 1)
+    last = ClientRequest("last", [*numbered_prompt(1)[:-1], 3] if is_same else numbered_prompt(20), 1)
     waited = delays(world, engine, *asked, last)
     computing_s = len(asked) * TURN / 256 * STEP_S  # as vLLM takes them up in turn
     assert 0.9 < waited["last"] < 1.0 + 6 * STEP_S + computing_s
@@ -171,7 +159,7 @@ def test_nor_if_it_waits_behind_others_before(world: World, is_same: bool) -> No
 
 def test_a_look_up_that_is_answered_at_the_deadline_begins_no_fetch(world: World) -> None:
     fill_pool(world, FIRST)
-    engine = an_engine(world)
+    engine = searcher(world)
     look_up_late(world, engine, 0.3)
     asked, pool = ClientRequest("r", [*FIRST, 1], 1), engine.role_of(SharedPool)
     engine.ask(asked)
@@ -189,7 +177,7 @@ def test_many_peers_cost_no_more_than_one(world: World) -> None:
     for number, holder in enumerate(holders):
         hold(world, holder, FIRST)
         answer_late(world, holder, 0.2 + 0.2 * number)
-    engine = an_engine(world, *holders, pull_s=8.0)
+    engine = searcher(world, *holders, pull_s=8.0)
     world.pool.is_stuck = True
     assert 0.9 < delays(world, engine, ClientRequest("r", [*FIRST, 1], 1))["r"] < 1.0 + 4 * STEP_S
     settle(world, *holders, engine)
@@ -197,10 +185,10 @@ def test_many_peers_cost_no_more_than_one(world: World) -> None:
 
 def test_what_peers_hold_and_what_the_pool_has_more_both_count_within_that_time(world: World) -> None:
     holder = a_holder(world)
-    longer = [*FIRST, *prompt(2)]  # takes two seconds
+    longer = [*FIRST, *numbered_prompt(2)]  # takes two seconds
     hold(world, holder, FIRST)
     fill_pool(world, longer)
-    engine = an_engine(world, holder, pull_s=0.3)
+    engine = searcher(world, holder, pull_s=0.3)
     answer_late(world, holder, 0.4)
     engine.pooled.copy_s = 0.9
     waited = delays(world, engine, ClientRequest("r", [*longer, 1], 1))
@@ -214,9 +202,9 @@ def test_what_peers_hold_and_what_the_pool_has_more_both_count_within_that_time(
 def test_after_peers_have_brought_a_part_the_pool_has_no_longer_than_the_rest_takes(world: World) -> None:
     holder = a_holder(world)
     hold(world, holder, FIRST)
-    engine = an_engine(world, holder)
+    engine = searcher(world, holder)
     world.pool.is_stuck = True
-    waited = delays(world, engine, ClientRequest("r", [*FIRST, *prompt(2)], 1))
+    waited = delays(world, engine, ClientRequest("r", [*FIRST, *numbered_prompt(2)], 1))
     assert engine.counts["prefixes: pulled"] == 1
     assert 1.0 < waited["r"] < 1.4, "not two seconds"
     settle(world, holder, engine)
@@ -224,13 +212,13 @@ def test_after_peers_have_brought_a_part_the_pool_has_no_longer_than_the_rest_ta
 
 def test_what_host_memory_holds_is_none_of_what_peers_are_waited_for(world: World) -> None:
     holder = a_holder(world)
-    engine = an_engine(world, holder)
+    engine = searcher(world, holder)
     compute(world, engine, FIRST)
     for _ in range(10):
         world.step()
     engine.scheduler.kv_cache_manager.block_pool.reset_prefix_cache()
     holder.is_cut = True
-    waited = delays(world, engine, ClientRequest("r", [*FIRST, *prompt(2)], 1))
+    waited = delays(world, engine, ClientRequest("r", [*FIRST, *numbered_prompt(2)], 1))
     assert 0.9 < waited["r"] < 1.2, "not two seconds"
     settle(world, holder, engine)
 
@@ -239,7 +227,7 @@ def test_while_vllm_would_not_take_a_request_up_the_search_has_its_time_left(wor
     """It delays nothing then: the pool is looked at, though the peers have had longer than computing takes."""
     holder = a_holder(world)
     fill_pool(world, FIRST)
-    engine = an_engine(world, holder)
+    engine = searcher(world, holder)
     holder.is_cut = True
     engine.ask(ClientRequest("r", [*FIRST, 1], 1))
     for _ in range(15):
@@ -257,14 +245,16 @@ def test_while_vllm_would_not_take_a_request_up_the_search_has_its_time_left(wor
 @pytest.mark.parametrize("stage", ["looked up", "fetched"])
 def test_the_pool_is_not_overdue_because_peers_have_left_it_no_time(world: World, stage: str) -> None:
     """Then others would go on without it."""
-    holder = a_holder(world)
+    holder, prompts = a_holder(world), FIRST
     fill_pool(world, FIRST)
-    engine = an_engine(world, holder)
-    answer_late(world, holder, 0.8)
+    engine = searcher(world, holder)
     if stage == "looked up":
+        hold(world, holder, FIRST)
+        prompts = [*FIRST, *numbered_prompt(2)]  # of which peers bring a part before the pool is asked for the rest
         look_up_late(world, engine, 0.6)
-    engine.pooled.copy_s = 0.6
-    delays(world, engine, ClientRequest("late", [*FIRST, 1], 1))
+    answer_late(world, holder, 0.8)
+    engine.worker.pull_s, engine.pooled.copy_s = 0.9, 0.6
+    delays(world, engine, ClientRequest("late", [*prompts, 1], 1))
     pool = engine.role_of(SharedPool)
     assert pool._looking if stage == "looked up" else pool._fetches
     while pool._fetches or pool._looking:
@@ -277,7 +267,7 @@ def test_the_pool_is_not_overdue_because_peers_have_left_it_no_time(world: World
 
 def test_without_time_left_nobody_is_asked(world: World) -> None:
     holder = a_holder(world)
-    engine = an_engine(world, holder)
+    engine = searcher(world, holder)
     engine.side._rate._left_s["r-d"] = 0.0
     assert delays(world, engine, ClientRequest("r", FIRST, 1))["r"] <= 2 * STEP_S
     engine.side.update_stats()
@@ -290,7 +280,7 @@ def test_what_is_under_way_when_a_request_leaves_or_its_time_ends_keeps_nothing(
     fill_pool(world, FIRST)
     if stage in {"pulled", "behind"}:
         hold(world, holder, FIRST)
-    engine = an_engine(world, holder)
+    engine = searcher(world, holder)
     holder.is_cut = stage == "asked"
     world.pool.is_stuck = stage == "looked up"
     engine.worker.pull_s = engine.pooled.copy_s = 3.0

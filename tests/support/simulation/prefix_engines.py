@@ -1,4 +1,4 @@
-"""Engines that find prefixes at each other, on vLLM's own schedulers: how tests start, ask and watch them."""
+"""Engines that find prefixes at each other and in a pool, on vLLM's own schedulers: how tests start and watch them."""
 
 from typing import Any
 
@@ -9,6 +9,8 @@ from transfer.control.messages import Located
 
 BLOCK, TURN = 16, 200
 FIRST = list(range(TURN))
+#: So that computing what is missing of ``FIRST`` takes a second.
+RATE = float(TURN)
 
 
 def a_holder(world: World, role: str = "kv_consumer", blocks: int = 60, **settings: Any) -> EngineSim:
@@ -17,6 +19,32 @@ def a_holder(world: World, role: str = "kv_consumer", blocks: int = 60, **settin
 
 def asker(world: World, *servers: EngineSim, role: str = "kv_producer", blocks: int = 60, **settings: Any) -> EngineSim:
     return EngineSim(world, role, blocks, peers=[f"{HOST}:{each.port}" for each in servers], **settings)
+
+
+def searcher(world: World, *peers: EngineSim, pooled: bool = True, blocks: int = 900, **settings: Any) -> EngineSim:
+    """An engine that asks peers, if there are any, and the pool, if it has one."""
+    if pooled:
+        settings |= {"slots": 900, "pooled": True, "host_transfers": "off"}
+    engine = (
+        asker(world, *peers, blocks=blocks, **settings)
+        if peers
+        else EngineSim(world, "kv_producer", blocks, **settings)
+    )
+    engine.side._rate._per_second = RATE
+    return engine
+
+
+def numbered_prompt(number: int) -> list[int]:
+    """A prompt of the length of ``FIRST``; that of another number has none of its tokens."""
+    return [token + 1000 * number for token in FIRST]
+
+
+def fill_pool(world: World, tokens: list[int]) -> None:
+    """An engine puts a prompt into the pool."""
+    compute(world, searcher(world), tokens)
+    for _ in range(40):
+        world.step()
+    assert world.pool.objects
 
 
 def compute(
