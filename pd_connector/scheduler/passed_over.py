@@ -2,7 +2,10 @@
 
 In every step, vLLM would look up the whole prefix of each request that waits for blocks before it asks its connector:
 milliseconds for a long prompt, and a thousand may wait for a prefill engine, a peer or the pool. For those it looks
-nothing up. And as each answer costs a request a step, whoever it may need is asked at the same time.
+nothing up.
+
+What a request is answered meanwhile, it learns in the next step. So whoever holds its prefix is asked at the same time;
+and as answers mostly take less than a step without work, an engine with nothing else to do waits for them.
 
 Everything runs on the scheduler's thread.
 """
@@ -12,18 +15,27 @@ from typing import TYPE_CHECKING
 
 from pd_connector.scheduler.compute_rate import ComputeRate
 from pd_connector.scheduler.scheduler_role import SchedulerRole
+from pd_connector.vllm.engine_core import EngineLoop
 
 if TYPE_CHECKING:
     from pd_connector.vllm.types import Request
 
 
+#: For the answers of one role; about what a step without work takes on a CPU.
+_ANSWERS_S = 0.005
+
+
 class PassedOver:
     """Asks the roles whether requests wait, and owns which one is passed over."""
 
-    def __init__(self, roles: Sequence[SchedulerRole], rate: ComputeRate) -> None:
-        """Take the roles for which requests wait, which may become more, and who counts how long they do."""
+    def __init__(self, roles: Sequence[SchedulerRole], rate: ComputeRate, engine: EngineLoop) -> None:
+        """Take the roles for which requests wait, which may become more, who counts how long they do, and the engine.
+
+        If it has no other requests, it may rest.
+        """
         self._roles = roles
         self._rate = rate
+        self._engine = engine
         self._request_id = ""
 
     def pass_over(self, request: "Request") -> bool:
@@ -40,10 +52,13 @@ class PassedOver:
         if self._was_passed_over(request):
             return True
         for number, role in enumerate(self._roles):
-            if role.must_wait(request, computed_tokens):
-                for other in self._roles[number + 1 :] if role.answers(request) else ():
+            while role.must_wait(request, computed_tokens):
+                if not (answers := role.answers(request)):
+                    return True
+                for other in self._roles[number + 1 :]:
                     other.look_ahead(request, computed_tokens)
-                return True
+                if not self._engine.rest(_ANSWERS_S, 1, answers):
+                    return True
         return False
 
     def _was_passed_over(self, request: "Request") -> bool:

@@ -93,7 +93,7 @@ def _never(_: "Request") -> bool:
 
 
 class ConnectorScheduler:
-    """The connector in the engine core. All methods are called on the scheduler's thread; none waits for a peer."""
+    """The connector in the engine core. All methods are called on the scheduler's thread; none holds others up."""
 
     def __init__(
         self,
@@ -142,7 +142,8 @@ class ConnectorScheduler:
         # In the order in which they are asked for tokens. Host memory comes early: what it holds is not pulled.
         self._roles: list[SchedulerRole] = [self._external]
         self._rate = ComputeRate(clock)
-        self._passed_over = PassedOver(self._roles, self._rate)
+        steps_alone = vllm_config.parallel_config.data_parallel_size == 1
+        self._passed_over = PassedOver(self._roles, self._rate, self._engine if steps_alone else EngineLoop())
         self._canaries = self._make_canaries()
         self._prompts = Prompts(vllm_config, config.model_check)
         self._hashes = BlockHashes(vllm_config)

@@ -4,8 +4,9 @@ vLLM gives connectors no access to it: ``callers`` says how it is found.
 """
 
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
 
 from pd_connector.vllm.callers import callers
 
@@ -43,18 +44,25 @@ class EngineLoop:
         if self._wake is not None:
             self._wake()
 
-    def rest(self, seconds: float, requests: int) -> None:
+    def rest(self, seconds: float, requests: int, answers: "Collection[Future[Any]]" = ()) -> bool:
         """Wait until something comes for the engine core, ``wake`` among it, for at most ``seconds``.
 
-        Does nothing if the engine has more or fewer unfinished requests than ``requests``. Called on its own thread.
+        Or until all ``answers`` are there, if any are given; return whether they are. Does not wait if the engine has
+        more or fewer requests than ``requests``, counting those that end. Called on its own thread.
         """
         core = self._core() if self._core is not None else None
-        if core is None or core.scheduler.get_num_unfinished_requests() != requests:
-            return
-        inputs = core.input_queue
-        with inputs.not_empty:
-            if not inputs.queue:
-                inputs.not_empty.wait(seconds)
+        if core is not None and len(core.scheduler.requests) == requests:
+            inputs, news = core.input_queue.queue, core.input_queue.not_empty
+
+            def notify(_: object) -> None:
+                with news:
+                    news.notify()
+
+            for answer in answers:
+                answer.add_done_callback(notify)
+            with news:
+                news.wait_for(lambda: inputs or (answers and _are_there(answers)), seconds)
+        return _are_there(answers)
 
     def is_stopping(self) -> bool:
         """Return whether the engine core was told to stop (SIGTERM), so that it ends as soon as it has no work."""
@@ -62,6 +70,10 @@ class EngineLoop:
             return False
         core = self._core()
         return core is None or not core.is_running()
+
+
+def _are_there(answers: "Collection[Future[Any]]") -> bool:
+    return all(answer.done() for answer in answers)
 
 
 def core_under_construction() -> "EngineCore | None":

@@ -7,23 +7,29 @@ from unittest.mock import patch
 
 import pytest
 
+from pd_connector.scheduler.decode.peer_prefixes import PeerPrefixes
 from pd_connector.scheduler.host.shared_pool import SharedPool
 from tests.support.simulation.prefix_engines import (
     BLOCK,
     FIRST,
     TURN,
+    RestingCore,
     a_holder,
     compute,
     fill_pool,
     hold,
     numbered_prompt,
     searcher,
+    watch_orders,
 )
 from tests.support.simulation.vllm_schedulers import ClientRequest, EngineSim, World
 
 #: What an engine computes of a prompt of a token more than is held elsewhere.
 REST = TURN + 1 - TURN // BLOCK * BLOCK
 LONGER = [*FIRST, *numbered_prompt(2)]
+
+
+everybody = pytest.mark.parametrize(("peers", "pooled"), [(True, False), (False, True), (True, True)])
 
 
 def empty_steps(world: World, engine: EngineSim, tokens: list[int]) -> int:
@@ -41,13 +47,72 @@ def pool_of(engine: EngineSim) -> SharedPool:
     return role
 
 
-@pytest.mark.parametrize(("peers", "pooled"), [(True, False), (False, True), (True, True)])
+@everybody
 def test_a_prompt_that_nobody_holds_costs_one_step_whoever_is_asked(world: World, *, peers: bool, pooled: bool) -> None:
     engine = searcher(world, *([a_holder(world)] if peers else []), pooled=pooled)
     assert empty_steps(world, engine, FIRST) == 1
     engine.side.update_stats()
     assert engine.counts["prefixes: nothing"] == peers
     assert engine.counts["pool_prompts: nothing"] == pooled
+
+
+@everybody
+def test_an_engine_without_other_requests_has_the_answers_in_the_first_step(
+    world: World, *, peers: bool, pooled: bool
+) -> None:
+    engine = searcher(world, *([a_holder(world)] if peers else []), pooled=pooled)
+    core = RestingCore(world, engine)
+    assert empty_steps(world, engine, FIRST) == 0
+    assert core.rests == [0.005]
+
+
+def test_it_pulls_in_the_first_step_and_fetches_in_the_first_after_that(world: World) -> None:
+    holder = a_holder(world)
+    hold(world, holder, FIRST)
+    fill_pool(world, LONGER)
+    engine = searcher(world, holder)
+    RestingCore(world, engine, holder)
+    pool, orders = pool_of(engine), watch_orders(engine)
+    engine.ask(ClientRequest("r", [*LONGER, 1], 1))
+    world.step(0.005)
+    assert len(orders) == 1
+    while engine.worker.prefixes:
+        assert not pool._fetches
+        world.step(0.005)
+    world.step(0.005)
+    assert pool._fetches
+    world.run(20.0, 0.005)
+    assert engine.computed_of["r-d"] == 2 * TURN + 1 - 2 * TURN // BLOCK * BLOCK
+
+
+def test_it_waits_once_for_answers_that_are_late(world: World) -> None:
+    engine = searcher(world, a_holder(world))
+    core = RestingCore(world, engine)
+    core.is_late = world.engines[1].is_cut = world.pool.is_stuck = True
+    engine.ask(ClientRequest("r", FIRST, 1))
+    for _ in range(10):
+        world.step(0.005)
+    assert len(core.rests) == 1
+    world.engines[1].is_cut = world.pool.is_stuck = False
+    world.run(20.0, 0.005)
+    assert len(core.rests) == 1
+
+
+@pytest.mark.parametrize("other", ["runs", "waits"])
+def test_an_engine_with_other_requests_does_not_wait(world: World, other: str) -> None:
+    holder = a_holder(world)
+    engine = searcher(world, holder)
+    core = RestingCore(world, engine)
+    core.is_late = holder.is_cut = other == "waits"
+    engine.ask(ClientRequest("other", numbered_prompt(1) if other == "waits" else [1000], 50))
+    world.step(0.005)
+    core.rests.clear()
+    engine.ask(ClientRequest("r", FIRST, 1))
+    world.step(0.005)
+    assert "r-d" in engine.role_of(PeerPrefixes)._asking
+    assert core.rests == []
+    holder.is_cut = False
+    world.run(20.0)
 
 
 def test_what_peers_hold_is_not_fetched_from_the_pool(world: World) -> None:

@@ -4,6 +4,7 @@ Covers: pd_connector.scheduler.scheduler.
 """
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -30,10 +31,14 @@ class RecordedLoop(EngineLoop):
         self.rests.append(requests)
 
 
+PLAIN: Any = FakeRequest("plain", a_prompt(70), None)
 NAMED: Any = FakeRequest(
     "named", a_prompt(70),
     {"do_remote_prefill": True, "transfer_id": "T", "remote_host": "127.0.0.1", "remote_port": 9},
 )  # fmt: skip
+
+
+GEOMETRY = WorkerGeometry(0, 1, 0, 1, "10.0.0.5:15000", (CacheGroup(32, 0, ()),), ())
 
 
 def a_resting_side(side: ConnectorScheduler) -> RecordedLoop:
@@ -44,8 +49,7 @@ def a_resting_side(side: ConnectorScheduler) -> RecordedLoop:
 @pytest.mark.parametrize("kv_role", ["kv_consumer", "kv_both"])
 def test_an_engine_rests_while_its_requests_wait_for_prefill_engines(side_of: Open, kv_role: str) -> None:
     side = side_of(kv_role)
-    geometry = WorkerGeometry(0, 1, 0, 1, "10.0.0.5:15000", (CacheGroup(32, 0, ()),), ())
-    side.set_workers({(0, 0): WorkerHandshake(geometry)})
+    side.set_workers({(0, 0): WorkerHandshake(GEOMETRY)})
     loop = a_resting_side(side)
     side.rest()
     assert loop.rests == []
@@ -63,6 +67,31 @@ def test_engines_that_step_together_do_not_rest(side_of: Open) -> None:
     side.add(NAMED)
     side.rest()
     assert loop.rests == []
+
+
+class Asking(SchedulerRole):
+    """Has requests wait for an answer."""
+
+    def must_wait(self, request: Any, computed_tokens: int) -> bool:
+        return True
+
+    def answers(self, request: Any) -> tuple[Future[Any]]:
+        return (Future(),)
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+def test_only_an_engine_that_steps_alone_may_rest_for_answers(
+    side_of: Open, engines: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side = side_of("kv_both", lambda config: vars(config.parallel_config).update(data_parallel_size=engines))
+    side.set_workers({(0, 0): WorkerHandshake(GEOMETRY)})
+    side._roles.append(Asking())
+    resting: list[EngineLoop] = []
+    monkeypatch.setattr(EngineLoop, "rest", lambda loop, *_: resting.append(loop))
+    side.add(PLAIN)
+    assert side.missing_tokens(PLAIN, 0) is None
+    assert [loop is side._engine for loop in resting] == [engines == 1]
+    side.finish(PLAIN, ())
 
 
 class Stepping(SchedulerRole):

@@ -5,6 +5,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -90,7 +91,7 @@ def test_a_core_that_is_gone_is_not_kept_and_has_stopped() -> None:
 def a_loop_with(requests: int) -> tuple[EngineLoop, Core]:
     loop = EngineLoop()
     core = Core(loop.find)
-    core.scheduler = SimpleNamespace(get_num_unfinished_requests=lambda: requests)
+    core.scheduler = SimpleNamespace(requests=dict.fromkeys(range(requests)))
     return loop, core
 
 
@@ -117,6 +118,45 @@ def test_nothing_that_comes_is_slept_through_or_taken() -> None:
     threading.Timer(0.05, loop.wake).start()
     loop.rest(60, 2)
     assert core.input_queue.get_nowait() == (EngineCoreRequestType.WAKEUP, None)
+
+
+def an_answer(*, is_there: bool = False) -> Future[int]:
+    answer: Future[int] = Future()
+    if is_there:
+        answer.set_result(1)
+    return answer
+
+
+def test_a_rest_ends_with_the_last_answer() -> None:
+    loop, core = a_loop_with(1)
+    answers = [an_answer(is_there=True), an_answer(), an_answer()]
+    threading.Timer(0.02, answers[2].set_result, (1,)).start()
+    threading.Timer(0.05, answers[1].set_exception, (ValueError("a test"),)).start()
+    assert loop.rest(60, 1, answers)
+    assert all(answer.done() for answer in answers)
+    assert core.input_queue.empty()
+
+
+def test_a_rest_for_answers_that_do_not_come_ends_with_its_time_or_with_news() -> None:
+    loop, core = a_loop_with(1)
+    answers = [an_answer(is_there=True), an_answer()]
+    before = time.monotonic()
+    assert not loop.rest(0.05, 1, answers)
+    assert time.monotonic() - before >= 0.05
+    threading.Timer(0.05, core.input_queue.put_nowait, ("a request",)).start()
+    assert not loop.rest(60, 1, answers)
+    assert not loop.rest(60, 1, answers)
+    assert core.input_queue.get_nowait() == "a request"
+
+
+@pytest.mark.parametrize("requests", [0, 2])
+def test_an_engine_with_other_requests_takes_only_answers_that_are_there(requests: int) -> None:
+    loop, _core = a_loop_with(requests)
+    assert loop.rest(60, 1, [an_answer(is_there=True)])
+    before = time.monotonic()
+    assert not loop.rest(60, 1, [an_answer()])
+    assert not EngineLoop().rest(60, 1, [an_answer()])
+    assert time.monotonic() - before < 30
 
 
 def test_without_a_core_there_is_no_rest() -> None:

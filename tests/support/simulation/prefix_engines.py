@@ -1,5 +1,7 @@
 """Engines that find prefixes at each other and in a pool, on vLLM's own schedulers: how tests start and watch them."""
 
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from pd_connector.orders import Orders, PullOrder
@@ -32,6 +34,37 @@ def searcher(world: World, *peers: EngineSim, pooled: bool = True, blocks: int =
     )
     engine.side._rate._per_second = RATE
     return engine
+
+
+class RestingCore:
+    """An engine core that rests: answers come meanwhile, unless they are late, and others make a step."""
+
+    def __init__(self, world: World, engine: EngineSim, *others: EngineSim) -> None:
+        self.scheduler, self.input_queue = engine.scheduler, SimpleNamespace(queue=[], not_empty=self)
+        self.is_late = False
+        self.rests: list[float] = []  # in seconds
+        self._world, self._others = world, others
+        vars(engine.side._engine)["_core"] = lambda: self
+
+    def is_running(self) -> bool:
+        return True
+
+    def __enter__(self) -> None:
+        """Others may notify of an answer at any time."""
+
+    def __exit__(self, *_: object) -> None:
+        """They may."""
+
+    def notify(self) -> None:
+        """It looks for itself."""
+
+    def wait_for(self, is_over: Callable[[], object], seconds: float) -> None:
+        self.rests.append(seconds)
+        if not self.is_late:
+            self._world.deliver()
+            for other in self._others:
+                other.step()
+            self._world.deliver()
 
 
 def numbered_prompt(number: int) -> list[int]:

@@ -10,6 +10,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.support.simulation.prefix_engines import RestingCore
 from tests.support.simulation.state_groups import StateMode
 from tests.support.simulation.vllm_schedulers import HOST, ClientRequest, EngineSim, World
 
@@ -34,10 +35,11 @@ class PrefixMachine(RuleBasedStateMachine):
         outputs=st.sampled_from([1, 30]),
         states=st.sampled_from(["", "align"]),
         pooled=st.booleans(),
+        rests=st.booleans(),
     )
     def start(
         self, roles: tuple[str, ...], blocks: int, slots: int, hosts: str, transfers: str, outputs: int,
-        states: StateMode, *, pooled: bool,
+        states: StateMode, *, pooled: bool, rests: bool,
     ) -> None:  # fmt: skip
         self.world, self.outputs, self.number = World(), outputs, 0
         self.asked: list[ClientRequest] = []
@@ -46,11 +48,14 @@ class PrefixMachine(RuleBasedStateMachine):
             has_host = bool(slots) and name in hosts
             settings: dict[str, Any] = {"host_transfers": transfers} if has_host else {}
             with patch.object(self.world, "port", lambda: port):
-                return EngineSim(
+                engine = EngineSim(
                     self.world, roles[port - 1], blocks * (1 + bool(states)), "fail", states=states,
                     serve_prefixes=True, slots=slots if has_host else 0, pooled=pooled and has_host,
                     peers=[f"{HOST}:{other}" for other in (1, 2, 3) if other != port], **settings,
                 )  # fmt: skip
+            if rests:
+                RestingCore(self.world, engine)
+            return engine
 
         self.start_engine = start_engine
         self.engines = {name: start_engine(name, port) for port, name in enumerate(NAMES, 1)}
