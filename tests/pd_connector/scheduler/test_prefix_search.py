@@ -163,6 +163,24 @@ def test_each_prompt_is_looked_up_once_however_many_ask_at_once(world: World) ->
     assert submit.call_count == 8
 
 
+def test_nor_is_it_looked_up_in_each_step_while_peers_are_asked(world: World) -> None:
+    """Beside other connectors, requests that wait are looked at in each."""
+
+    class MultiConnector:
+        def start(self, holder: EngineSim) -> EngineSim:
+            return searcher(world, holder)
+
+    holder = a_holder(world)
+    engine = MultiConnector().start(holder)
+    holder.is_cut = True
+    engine.ask(ClientRequest("r", FIRST, 1))
+    with patch.object(world.pool, "submit", side_effect=world.pool.submit) as submit:
+        for _ in range(4):
+            world.step(0.005)
+    assert submit.call_count == 1
+    world.run(20.0)
+
+
 def test_what_was_looked_up_before_a_reset_is_not_fetched(world: World) -> None:
     holder = a_holder(world)
     fill_pool(world, FIRST)
