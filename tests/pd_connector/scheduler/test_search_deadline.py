@@ -88,7 +88,8 @@ def settle(world: World, *engines: EngineSim) -> None:
         assert not engine.side._rate._left_s
     for engine in engines:
         pool, peers = engine.role_of(SharedPool), engine.role_of(PeerPrefixes)
-        assert pool is None or not (pool._rests() or pool._asking or pool._looking or pool._fetches or pool._waiting)
+        assert pool is None or not (pool._rests() or pool._asking or pool._ahead or pool._looking)
+        assert pool is None or not (pool._fetches or pool._waiting)
         assert peers is None or not (peers._asking or peers._pulling or peers._waiting)
 
 
