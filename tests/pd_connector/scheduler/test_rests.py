@@ -3,7 +3,7 @@
 Covers: pd_connector.scheduler.scheduler.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from typing import Any
 
@@ -26,9 +26,10 @@ class RecordedLoop(EngineLoop):
         super().__init__()
         self.rests: list[int] = []
 
-    def rest(self, seconds: float, requests: int) -> None:
+    def rest(self, seconds: float, requests: int, answers: Collection[Future[Any]] = ()) -> bool:
         assert 0 < seconds <= 0.1, "it would notice a pull that has failed too late"
         self.rests.append(requests)
+        return not answers
 
 
 PLAIN: Any = FakeRequest("plain", a_prompt(70), None)
