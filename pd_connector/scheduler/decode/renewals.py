@@ -159,11 +159,15 @@ class Renewals:
             if kept is not None and kept.lost is None:
                 self._remove(kept)
 
-    def cancel(self, remote: RemotePrefill) -> None:
-        """Tell a prefill engine that a lease will not be read, if it can be reached."""
-        message = Cancel(remote.remote_engine_id, (remote.lease_id,))
+    def cancel(self, remote: RemotePrefill, transfer_id: str = "") -> None:
+        """Tell a prefill engine that a lease will not be read, if it can be reached.
+
+        ``transfer_id``: names the prompt if there is no lease yet. Then whichever engine is there is told.
+        """
+        by_lease = Cancel(remote.remote_engine_id, (remote.lease_id,))
+        message = by_lease if remote.lease_id else Cancel("", (), (transfer_id,))
         future = self._client.request(remote.remote_host, remote.remote_port, message, self._message_timeout_s)
-        future.add_done_callback(log_undelivered)
+        future.add_done_callback(_log_undelivered)
 
     def lost(self, request_id: str) -> Refused | None:
         """Return why a request's lease has ended; None if it is not known to have ended, or is not renewed."""
@@ -289,7 +293,7 @@ class Renewals:
             self.send_due()
 
 
-def log_undelivered(future: "Future[Any]") -> None:
+def _log_undelivered(future: "Future[Any]") -> None:
     """Log that a message about a lease was not answered, if so; the lease then expires. A done-callback."""
     if not future.cancelled() and (error := future.exception()) is not None:
         logger.warning("PDConnector: an engine was not told about a lease, which will expire: %s", error)

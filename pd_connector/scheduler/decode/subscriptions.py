@@ -24,10 +24,10 @@ from pd_connector.orders import Cause, cause_of
 from pd_connector.params import RemoteTransfer
 from pd_connector.progress import Progress, TransferEnded
 from pd_connector.scheduler.decode.legs import Refused
-from pd_connector.scheduler.decode.renewals import Renewals, log_undelivered
+from pd_connector.scheduler.decode.renewals import Renewals
 from pd_connector.vllm.engine_core import EngineLoop
 from transfer.control.client import ControlClient
-from transfer.control.messages import Cancel, Followed, TransferState
+from transfer.control.messages import Followed, TransferState
 from transfer.errors import TransferError
 
 _WAIT_S = 5.0  # for which a prefill engine may keep a question if there is nothing new
@@ -111,7 +111,7 @@ class Subscriptions:
                 subscription.failed = self._too_late(subscription)
         if is_late:
             self._withdraw(subscription)
-            self._cancel(subscription.progress)
+            self._renewals.cancel(subscription.progress.remote, subscription.progress.transfer_id)
         progress = subscription.progress
         is_begun = progress.state in {TransferState.COMPUTING, TransferState.COMPLETE}
         return subscription.failed or (progress if is_begun else None)
@@ -149,7 +149,7 @@ class Subscriptions:
         self.forget(request_id)
         self._renewals.drop(request_id)
         if subscription.failed is None:
-            self._cancel(subscription.progress)
+            self._renewals.cancel(subscription.progress.remote, subscription.progress.transfer_id)
 
     def ask_due(self) -> None:
         """Ask again where an answer came at once that told of no progress. For every scheduler step."""
@@ -288,16 +288,6 @@ class Subscriptions:
             f"{label} was given up: the prefill engine has not gone on with it for {limits.queue_s:g} s "
             "(queue_timeout_s): it is overloaded or paused",
         )
-
-    def _cancel(self, progress: Progress) -> None:
-        """Tell the prefill engine that a prompt will not be read, if it can be reached."""
-        remote = progress.remote
-        if remote.lease_id:
-            self._renewals.cancel(remote)
-            return
-        message = Cancel("", (), (progress.transfer_id,))
-        future = self._client.request(remote.remote_host, remote.remote_port, message, self._limits.message_s)
-        future.add_done_callback(log_undelivered)
 
     def _withdraw(self, subscription: _Subscription) -> None:
         """Forget the question to which there is no answer yet. Not with the lock held: callbacks take it."""
