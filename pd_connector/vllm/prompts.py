@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pd_connector.params import PromptIdentity, prompt_digest
 from pd_connector.tensor_files import model_directory, tensors_digest, weight_files
 from pd_connector.vllm.requests import answer_with, leave_last_token
+from transfer.control.limits import LastFew
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_MOST_ADAPTERS = 4096  # more than are in use
 #: Columns of an embedded prompt that are hashed, of each token.
 _EMBEDDED = 32
 #: What of an adapter's configuration vLLM computes with.
@@ -39,8 +41,9 @@ class Prompts:
         """
         self._hashing = _media_hashing(vllm_config)
         self._reads_adapters = model_check == "weights"
-        self._adapters: dict[int, str] = {}  # digests, by vLLM's number of the adapter
-        self._places: dict[str, tuple[int, str]] = {}  # vLLM's number and the path of each adapter, by name
+        self._adapters: LastFew[int, str] = LastFew(_MOST_ADAPTERS)  # digests, by vLLM's number of the adapter
+        #: vLLM's number and the path of each adapter, by name.
+        self._places: LastFew[str, tuple[int, str]] = LastFew(_MOST_ADAPTERS)
         self._whole: dict[str, PromptIdentity] = {}  # of requests whose prompts were cut, by request
 
     def identify(self, request: "Request") -> PromptIdentity:
@@ -109,12 +112,13 @@ class Prompts:
 
     def _adapter_digest(self, adapter: "LoRARequest") -> str:
         """Return the digest of what an adapter held when it was first seen; empty if unknown, or not to be compared."""
-        self._places.setdefault(adapter.lora_name, (adapter.lora_int_id, adapter.lora_path))
-        if (known := self._adapters.get(adapter.lora_int_id)) is not None:
-            return known
-        found = _adapter_digest(adapter.lora_path) if self._reads_adapters else ""
-        self._adapters[adapter.lora_int_id] = found
-        return found
+        name, number = adapter.lora_name, adapter.lora_int_id
+        self._places[name] = self._places.get(name, (number, adapter.lora_path))
+        known = self._adapters.get(number)
+        if known is None:
+            known = _adapter_digest(adapter.lora_path) if self._reads_adapters else ""
+        self._adapters[number] = known
+        return known
 
     def _media_digest(self, request: "Request") -> str:
         """Return what tells the images, sounds and videos of a prompt from others; empty if it has none, or cannot.

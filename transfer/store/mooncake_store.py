@@ -68,7 +68,11 @@ class MooncakeStore(ObjectStore):
         self._native: Any = native()
         self._buffer = Region(0, 0)
         _check_answers(client)
-        if code := self._native.setup_dummy(max(buffer_bytes, 1), 0, str(client)):
+        try:
+            code = self._native.setup_dummy(max(buffer_bytes, 1), 0, str(client))
+        except RuntimeError as error:  # the system has no thread left
+            raise StoreFailed(f"the connection to mooncake_client at {client} could not be set up: {error}") from error
+        if code:
             raise StoreFailed(
                 f"what listens at {client} is no mooncake_client of this machine ({code}); start one with "
                 f"--host={client.host} --port={client.port}, in the network namespace of this process"

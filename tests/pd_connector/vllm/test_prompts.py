@@ -17,6 +17,7 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.request import Request
 
 from pd_connector.params import ParamsError, PromptIdentity, RemotePrefill, check_prompt, prompt_digest
+from pd_connector.vllm import prompts as prompts_module
 from pd_connector.vllm.prompts import Prompts
 from tests.support.connector.requests import a_remote
 
@@ -282,3 +283,21 @@ def test_an_adapter_that_cannot_be_read_now_is_not_compared(
     identity = Prompts(model_check="weights").identify(a_request(lora_request=french))
     assert (identity.adapter, identity.adapter_digest) == ("french", "")
     assert str(error) in caplog.text
+
+
+def test_adapters_that_nobody_asks_for_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There may be any number in a server's life."""
+    monkeypatch.setattr(prompts_module, "_MOST_ADAPTERS", 3)
+    read: list[str] = []
+
+    def digest(path: str) -> str:
+        read.append(path)
+        return path
+
+    monkeypatch.setattr(prompts_module, "_adapter_digest", digest)
+    prompts, used = Prompts(model_check="weights"), LoRARequest("used", 1, "used")
+    for number in range(2, 9):
+        prompts.loaded(LoRARequest(f"other {number}", number, f"other {number}"))
+        assert prompts.identify(a_request(lora_request=used)).adapter_digest == "used"
+    assert read.count("used") == 1
+    assert len(prompts._adapters) == len(prompts._places) == 3

@@ -12,6 +12,7 @@ import pytest
 from tests.support.process import free_port
 from tests.support.store.mooncake_processes import MooncakeProcesses
 from transfer.peers import Address
+from transfer.store import mooncake_store
 from transfer.store.interface import StoreFailed
 from transfer.store.mooncake_store import MooncakeStore
 
@@ -52,3 +53,15 @@ def test_another_server_at_the_port_is_no_client() -> None:
         with pytest.raises(StoreFailed, match="is no mooncake_client: pool names the client's --host and --port"):
             MooncakeStore(Address("127.0.0.1", server.getsockname()[1]), 0)
         thread.join()
+
+
+def test_a_connection_for_which_there_is_no_thread_fails(
+    store: MooncakeProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Refused:
+        def setup_dummy(self, *_: object) -> int:
+            raise RuntimeError("Resource temporarily unavailable")
+
+    monkeypatch.setattr(mooncake_store, "load", lambda: Refused)
+    with pytest.raises(StoreFailed, match="could not be set up: Resource temporarily unavailable"):
+        MooncakeStore(store.address, 0)
