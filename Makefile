@@ -27,7 +27,7 @@ MOONCAKE ?= $(shell sed -n 's/.*"mooncake-transfer-engine-non-cuda==\(.*\)".*/\1
 CUDA_ENV := .venv-cuda
 CUDA := $(if $(PD_CONNECTOR_CUDA_ON_CPU),$(VENV),$(CUDA_ENV))
 # Another choice of these makes it install again.
-CUDA_CHOICE := $(CUDA_ENV)/installed-$(subst /,_,$(subst ==,-,$(VLLM_CUDA)))-$(MOONCAKE)
+CUDA_CHOICE := $(CUDA_ENV)/installed-$(shell printf %s '$(subst ==,-,$(VLLM_CUDA))-$(MOONCAKE)' | tr -c '[:alnum:].-' _)
 CUDA_INSTALLED := $(if $(PD_CONNECTOR_CUDA_ON_CPU),$(STAMPS)/installed,$(CUDA_CHOICE))
 export PD_CONNECTOR_CUDA_ON_CPU
 
@@ -258,6 +258,7 @@ $(CUDA_CHOICE): pyproject.toml | gpu $(STAMPS)/libraries
 		*) echo "$(VLLM_CUDA) brings a PyTorch for CUDA $$cuda, and Mooncake is built for 12 and 13: name another," >&2; \
 			echo '  make $(MAKECMDGOALS) VLLM_CUDA=vllm==0.32.0' >&2; exit 1;; \
 	esac; \
+	$(CUDA)/bin/python -m pip uninstall -qq --yes mooncake-transfer-engine mooncake-transfer-engine-cuda13 && \
 	$(CUDA)/bin/python -m pip install -qq --disable-pip-version-check -e ".[$$extra,test]" "$$mooncake==$(MOONCAKE)"
 	@$(CUDA)/bin/python -m tests.support.gpu_machine
 	@$(CUDA)/bin/python -c 'import torch, mooncake.engine' || { \

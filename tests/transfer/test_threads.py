@@ -46,8 +46,8 @@ def test_all_or_none_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", three)
-    check_threads(3)
+    check_threads("this", 3)
     started.clear()
-    with pytest.raises(RuntimeError, match="can't start new thread"):
-        check_threads(4)
+    with pytest.raises(RuntimeError, match=r"no thread left \(can't start new thread\), and this needs 4\. Raise"):
+        check_threads("this", 4)
     assert not any(thread.is_alive() for thread in started)

@@ -100,7 +100,8 @@ class Admission:
     @property
     def timeout_ms(self) -> int | None:
         """How long a poll may take; None, without limit, if nobody is connected."""
-        return int(CHECK_INTERVAL_S * 1000) if self._connections else None
+        interval_s = _SECOND_LOOK_S if self._over_limit else CHECK_INTERVAL_S
+        return int(interval_s * 1000) if self._connections else None
 
     def serve(self) -> None:
         """Do what is due: admit clients, count connections, abort those above their number."""
@@ -198,6 +199,7 @@ class Admission:
 
     def _forget(self, descriptor: int) -> str:
         """Remove a connection from the record and return its host."""
+        self._over_limit.discard(descriptor)
         gone = self._connections.pop(descriptor, None)
         if gone is None:
             return ""

@@ -433,8 +433,12 @@ def _waits(peer: PeerSocket) -> bool:
 
 
 def _may_have_moved(peer: PeerSocket) -> bool:
-    """Return whether a peer's connection is lost or another engine's, and its name may have another address by now."""
-    is_lost = peer.socket is not None and (peer.descriptor < 0 or peer.is_another)
+    """Return whether a peer's connection is lost or another engine's, and its name may have another address by now.
+
+    It is not another engine's if somebody watches it, who reads from the engine that is there.
+    """
+    is_another = peer.is_another and all(watcher.done() for watcher in peer.watchers)
+    is_lost = peer.socket is not None and (peer.descriptor < 0 or is_another)
     return is_lost and not peer.unanswered and parse_ip(peer.address.host) is None
 
 

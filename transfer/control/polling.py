@@ -57,7 +57,7 @@ def start_threads(context: zmq.Context[zmq.Socket[bytes]]) -> None:
         RuntimeError: the system has none left.
         zmq.ZMQError: it has no file left.
     """
-    check_threads(2)
+    check_threads("the control channel", 2)
     context.socket(zmq.PAIR).close(linger=0)
 
 

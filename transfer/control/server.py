@@ -146,7 +146,8 @@ class ControlServer:
         """Bind the socket and start the thread. A server can start only once.
 
         Raises:
-            ControlStartError: host and port cannot be bound, or the server was started or closed before.
+            ControlStartError: host and port cannot be bound, the system has no thread left, or the server was started
+                or closed before.
         """
         if self._thread is not None or self._stopping.is_set():
             raise ControlStartError("this control server was started or closed before: make a new one")
@@ -155,8 +156,10 @@ class ControlServer:
         try:
             start_threads(context)
             socket, admission = self._bind(context, address)
-        except BaseException:
+        except BaseException as error:
             context.destroy(linger=0)
+            if isinstance(error, RuntimeError):  # of ``start_threads``
+                raise ControlStartError(str(error)) from error
             raise
         self._address = Address(address.host, admission.port)
         self._admission = admission

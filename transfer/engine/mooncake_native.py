@@ -31,7 +31,7 @@ from transfer.engine.ascend_environment import ascend_settings, link_s, set_qos
 from transfer.engine.connecting import connecting_to, probe_peers
 from transfer.engine.interface import EngineStartError
 from transfer.peers import Address, parse_address, parse_ip, resolve
-from transfer.threads import check_threads
+from transfer.threads import check_threads, no_threads
 
 _CODES = {
     -1: "invalid argument",
@@ -59,6 +59,7 @@ _SPARE_FILES = 128
 
 #: Threads of an engine that reads from one peer, and the one that waits for the peer's first answer. Measured.
 _ENGINE_THREADS = 3 + 1
+_A_LINK = "a link"
 
 #: The numbers of this process's files.
 _FILES = "/proc/self/fd"
@@ -212,16 +213,9 @@ def check_link_threads() -> None:
         EngineStartError: it has not; the message names the limits that there may be.
     """
     try:
-        check_threads(_ENGINE_THREADS)
+        check_threads(_A_LINK, _ENGINE_THREADS)
     except RuntimeError as error:
-        raise _no_threads(error) from error
-
-
-def _no_threads(error: RuntimeError) -> EngineStartError:
-    return EngineStartError(
-        f"the system has no thread left ({error}), and a link needs {_ENGINE_THREADS}. Raise the limit of threads "
-        "(podPidsLimit in Kubernetes; docker run --pids-limit; ulimit -u; TasksMax= for systemd)"
-    )
+        raise EngineStartError(str(error)) from error
 
 
 class NativeEngine:
@@ -257,7 +251,7 @@ class NativeEngine:
             # Never destroyed, not even at exit: its destructor would join threads that never started, which aborts.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._engine))
             os.close(self._memory)
-            raise _no_threads(error) from error
+            raise EngineStartError(no_threads(error, _A_LINK, _ENGINE_THREADS)) from error
         if code != 0:
             self._engine = None
             os.close(self._memory)

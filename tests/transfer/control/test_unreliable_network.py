@@ -157,10 +157,11 @@ def test_a_table_of_many_cache_groups_is_taken(
     assert impatient.request(HERE, server.port, asked, 20).result() == answers[asked]
 
 
+@pytest.mark.parametrize("is_watched", [False, True])
 def test_an_engine_that_has_got_the_address_of_another_is_not_asked_for_it_again(
-    monkeypatch: pytest.MonkeyPatch, client: ControlClient, server: ControlServer, handler: Handler
+    monkeypatch: pytest.MonkeyPatch, client: ControlClient, server: ControlServer, handler: Handler, is_watched: bool
 ) -> None:
-    """The connection is sound, and the name has moved."""
+    """The connection is sound, and the name has moved. Unless somebody reads there: then a request has a wrong id."""
     address = HERE
 
     def is_another(request: Request) -> Reply:
@@ -169,11 +170,17 @@ def test_an_engine_that_has_got_the_address_of_another_is_not_asked_for_it_again
     monkeypatch.setattr(look_ups, "resolve", lambda name: address)
     handler.answer = is_another
     assert client.request("p.example", server.port, RENEW, 10).result() == Renewed(RENEW.lease_ids)
+    watcher = client.until_lost("p.example", server.port) if is_watched else None
     address = "127.0.0.2"
     with closing(ControlServer(Handler(), address, server.port)) as moved:
         moved.start()
         with pytest.raises(PeerRefused):
             client.request("p.example", server.port, RENEW, 10).result()
+        if watcher is not None:
+            with pytest.raises(PeerRefused):
+                client.request("p.example", server.port, RENEW, 10).result()
+            assert not watcher.done()
+            return
         assert client.request("p.example", server.port, RENEW, 10).result() == Renewed(RENEW.lease_ids)
 
 

@@ -87,13 +87,13 @@ def sum_states(plane: Plane, table: BlockTable, read: BlockReader = in_place) ->
     Raises:
         PlanError: the plane lacks a block.
     """
-    held = np.flatnonzero(table.block_ids >= 0).tolist() or [0]
-    entries = range(held[0], min(held[-1] + 1, len(table.block_ids)))
-    sums = np.zeros((len(entries) + 1, len(plane.layers), plane.heads), np.uint64)
-    for number, entry in enumerate(entries, start=1):
+    held = np.flatnonzero(table.block_ids >= 0).tolist()
+    first, end = (held[0], held[-1] + 1) if held else (0, 0)
+    sums = np.zeros((end - first + 1, len(plane.layers), plane.heads), np.uint64)
+    for entry in held:
         one = BlockTable.of(table.block_ids[entry : entry + 1])
-        sums[number] = sum_plane(plane, plane.block_tokens, one, 0, plane.block_tokens, read).totals[-1]
-    return PlaneSums(1, entries.start, np.cumsum(sums, axis=0, dtype=np.uint64))
+        sums[1 + entry - first] = sum_plane(plane, plane.block_tokens, one, 0, plane.block_tokens, read).totals[-1]
+    return PlaneSums(1, first, np.cumsum(sums, axis=0, dtype=np.uint64))
 
 
 def warm_up(planes: Sequence[Plane]) -> None:
