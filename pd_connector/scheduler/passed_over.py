@@ -57,7 +57,8 @@ class PassedOver:
                     return True
                 for other in self._roles[number + 1 :]:
                     other.look_ahead(request, computed_tokens)
-                if not self._engine.rest(_ANSWERS_S, 1, answers):
+                # Not while workers are to report something: peers may wait for it.
+                if any(each.wants_step for each in self._roles) or not self._engine.rest(_ANSWERS_S, 1, answers):
                     return True
         return False
 

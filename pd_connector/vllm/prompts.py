@@ -69,8 +69,9 @@ class Prompts:
         """Return whether a request's prompt begins with an earlier one and goes on. False if either has embeddings."""
         if earlier is None or not earlier.digest or not request.prompt_token_ids:
             return False
-        begins = prompt_digest(request.prompt_token_ids[: earlier.tokens], _adapter_name(request))
-        return begins == earlier.digest and request.num_prompt_tokens > earlier.tokens
+        if request.num_prompt_tokens <= earlier.tokens:  # another choice (``n``) of the same request, mostly
+            return False
+        return prompt_digest(request.prompt_token_ids[: earlier.tokens], _adapter_name(request)) == earlier.digest
 
     def cut(self, request: "Request", hash_tokens: int, *, drafts: bool = False) -> None:
         """Leave the last token of a prompt to the engine that decodes, if possible; see ``leave_last_token``.

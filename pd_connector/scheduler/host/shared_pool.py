@@ -174,6 +174,8 @@ class SharedPool(PrefixSearch[_Asking, _Fetch]):
         request_id = request.request_id
         if request_id in self._ahead or self._rests() or not self._is_worth_it(request, computed_tokens):
             return
+        if len(self._looking) >= _MAX_UNDER_WAY:  # behind more, one is soon overdue: all would go on without the pool
+            return
         held, ends, first = self._lacking(request, computed_tokens)
         if first is not None and ends:
             self._ahead[request_id] = self._look_up(request, held, ends)

@@ -115,6 +115,29 @@ def test_an_engine_with_other_requests_does_not_wait(world: World, other: str) -
     world.run(20.0)
 
 
+def test_it_does_not_wait_while_workers_are_to_report_something(world: World) -> None:
+    """Peers may wait for that."""
+    engine = searcher(world, a_holder(world))
+    core = RestingCore(world, engine)
+    with patch.object(SharedPool, "wants_step", True):
+        assert empty_steps(world, engine, FIRST) == 1
+    assert core.rests == []
+
+
+def test_few_look_ahead_at_a_time(world: World) -> None:
+    """The pool has one thread for them: behind more, one is soon overdue, and all would go on without the pool."""
+    holder = a_holder(world)
+    engine = searcher(world, holder)
+    holder.is_cut = world.pool.is_stuck = True
+    for number in range(8):
+        engine.ask(ClientRequest(f"r{number}", numbered_prompt(number), 1))
+    for _ in range(4):
+        world.step(0.005)
+    assert len(pool_of(engine)._ahead) == 4
+    holder.is_cut = world.pool.is_stuck = False
+    world.run(20.0, 0.005)
+
+
 def test_what_peers_hold_is_not_fetched_from_the_pool(world: World) -> None:
     holder = a_holder(world)
     hold(world, holder, FIRST)
