@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MOST_ADAPTERS = 4096  # more than are in use
+_MOST_NAMES = 1 << 16  # who loads another adapter under a name that is forgotten may find blocks of the old one
 #: Columns of an embedded prompt that are hashed, of each token.
 _EMBEDDED = 32
 #: What of an adapter's configuration vLLM computes with.
@@ -43,7 +44,7 @@ class Prompts:
         self._reads_adapters = model_check == "weights"
         self._adapters: LastFew[int, str] = LastFew(_MOST_ADAPTERS)  # digests, by vLLM's number of the adapter
         #: vLLM's number and the path of each adapter, by name.
-        self._places: LastFew[str, tuple[int, str]] = LastFew(_MOST_ADAPTERS)
+        self._places: LastFew[str, tuple[int, str]] = LastFew(_MOST_NAMES)
         self._whole: dict[str, PromptIdentity] = {}  # of requests whose prompts were cut, by request
 
     def identify(self, request: "Request") -> PromptIdentity:

@@ -7,6 +7,9 @@ import threading
 
 import pytest
 
+from tests.support.control.samples import Handler
+from transfer.control.failures import ControlStartError
+from transfer.control.server import ControlServer
 from transfer.threads import check_threads
 
 #: Asks for the first time when there is no thread left. The limit is that of a user other than root.
@@ -51,3 +54,12 @@ def test_all_or_none_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match=r"no thread left \(can't start new thread\), and this needs 4\. Raise"):
         check_threads("this", 4)
     assert not any(thread.is_alive() for thread in started)
+
+
+def test_a_control_server_for_which_there_is_no_thread_names_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(ControlStartError, match=r"no thread left .* the control channel needs 2\. Raise the limit"):
+        ControlServer(Handler(), "127.0.0.1").start()

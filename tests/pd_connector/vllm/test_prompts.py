@@ -287,7 +287,8 @@ def test_an_adapter_that_cannot_be_read_now_is_not_compared(
 
 def test_adapters_that_nobody_asks_for_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """There may be any number in a server's life."""
-    monkeypatch.setattr(prompts_module, "_MOST_ADAPTERS", 3)
+    for most in ("_MOST_ADAPTERS", "_MOST_NAMES"):
+        monkeypatch.setattr(prompts_module, most, 3)
     read: list[str] = []
 
     def digest(path: str) -> str:
