@@ -172,9 +172,10 @@ class SharedPool(PrefixSearch[_Asking, _Fetch]):
     def look_ahead(self, request: "Request", computed_tokens: int) -> None:
         """Look up what a request lacks while it waits for peers: if they bring nothing, the answer is there, too."""
         request_id = request.request_id
-        if request_id in self._ahead or self._rests() or not self._is_worth_it(request, computed_tokens):
+        # Behind more than a few, one is soon overdue, and all would go on without the pool.
+        if request_id in self._ahead or len(self._looking) >= _MAX_UNDER_WAY:
             return
-        if len(self._looking) >= _MAX_UNDER_WAY:  # behind more, one is soon overdue: all would go on without the pool
+        if self._rests() or not self._is_worth_it(request, computed_tokens):
             return
         held, ends, first = self._lacking(request, computed_tokens)
         if first is not None and ends:

@@ -12,6 +12,7 @@ from pd_connector.scheduler.host.shared_pool import SharedPool
 from tests.support.simulation.prefix_engines import (
     BLOCK,
     FIRST,
+    REST,
     TURN,
     RestingCore,
     a_holder,
@@ -24,8 +25,6 @@ from tests.support.simulation.prefix_engines import (
 )
 from tests.support.simulation.vllm_schedulers import ClientRequest, EngineSim, World
 
-#: What an engine computes of a prompt of a token more than is held elsewhere.
-REST = TURN + 1 - TURN // BLOCK * BLOCK
 LONGER = [*FIRST, *numbered_prompt(2)]
 
 

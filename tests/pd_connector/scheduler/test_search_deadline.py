@@ -11,6 +11,7 @@ from tests.support.simulation.prefix_engines import (
     BLOCK,
     FIRST,
     RATE,
+    REST,
     TURN,
     a_holder,
     compute,
@@ -24,7 +25,6 @@ from transfer.control.messages import Find, Found
 from transfer.control.waiting_requests import NotYet
 from transfer.store.store_thread import RETRY_S
 
-REST = TURN + 1 - TURN // BLOCK * BLOCK
 STEP_S = 0.02
 FOREVER_S = 1e9
 

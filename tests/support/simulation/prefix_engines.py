@@ -11,6 +11,8 @@ from transfer.control.messages import Located
 
 BLOCK, TURN = 16, 200
 FIRST = list(range(TURN))
+#: What an engine computes of a prompt of a token more than is held elsewhere.
+REST = TURN + 1 - TURN // BLOCK * BLOCK
 #: So that computing what is missing of ``FIRST`` takes a second.
 RATE = float(TURN)
 

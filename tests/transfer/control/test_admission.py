@@ -233,6 +233,20 @@ def test_what_libzmq_has_not_read_yet_at_one_look_is_no_flood(start: Start, monk
     assert server.counters.admission.connections_cut == 0
 
 
+def test_the_second_look_at_who_sends_too_much_is_soon(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sends without limit until then, and nothing of it may be complete and wake the server."""
+    server = start(unread_bytes=1 << 20)
+    assert server._admission is not None
+    with dealer(server, "127.0.0.2") as peer:
+        peer.send(encode(1, HELLO))
+        assert peer.recv()
+        monkeypatch.setattr(admission_module, "CHECK_INTERVAL_S", 60.0)
+        monkeypatch.setattr(admission_module, "bytes_received_by", lambda descriptor: 1 << 22)
+        server._admission._check_at = 0.0
+        peer.send(encode(2, HELLO))
+        until(lambda: server.counters.admission.connections_cut == 1, within_s=5.0)
+
+
 def test_replies_that_nobody_reads_are_dropped_and_those_of_one_who_reads_are_not(
     start: Start, handler: Handler
 ) -> None:
