@@ -196,6 +196,12 @@ class Admission:
             self._warnings.warn("authentication", text)
         elif failure is not None:
             self.counters.handshake_failures += 1
+            text = (
+                f"a connection from {host} to the control channel ended in its handshake: who opened it looks whether "
+                "the port is open (health checks: ask vLLM's /health), speaks another protocol, has another secret, or "
+                "is too slow"
+            )
+            self._warnings.warn("handshake", text)
 
     def _forget(self, descriptor: int) -> str:
         """Remove a connection from the record and return its host."""

@@ -60,6 +60,17 @@ def test_connections_are_counted_from_their_begin_to_their_end(start: Start, cli
     assert server.counters.admission.connections_refused == 0
 
 
+def test_the_log_names_once_who_connects_and_says_nothing(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    server = start()
+    for _ in range(3):  # as a health check of the port does
+        with socket.create_connection(("127.0.0.1", server.port), source_address=("127.0.0.9", 0)):
+            until(lambda: server.counters.admission.connections == 1)
+        until(lambda: server.counters.admission.connections == 0)
+    assert server.counters.refusals["handshake"] == 3
+    (record,) = caplog.records
+    assert "from 127.0.0.9 to the control channel ended in its handshake" in record.getMessage()
+
+
 def test_there_is_a_most_and_who_is_there_stays(start: Start, client: ControlClient) -> None:
     server = start(max_connections=10)
     assert is_served(client, server)
