@@ -1,6 +1,7 @@
 """What can go wrong on the way through the proxy, and how a client is told: in the error shape of its API."""
 
 import json
+import re
 import traceback
 from enum import Enum, auto
 from http import HTTPStatus
@@ -17,6 +18,8 @@ COMMENT = b":"
 FAILED = (b"event: error\n", b"event: response.failed\n", b'data: {"error"')
 #: Of a server that takes no requests for now, or no more: it computes nothing of this one.
 FULL = HTTPStatus.SERVICE_UNAVAILABLE
+#: What would end a line of the log, or move a terminal's cursor to another one.
+_UNPRINTABLE = re.compile(r"[\s\x00-\x1f\x7f-\x9f]+")
 
 
 class Retry(Enum):
@@ -64,11 +67,11 @@ class LegFailed(Exception):  # noqa: N818  named after the event
             leg: of the server.
             url: of the server; no client is told.
             what: it did, with a verb at the beginning, without addresses and without anything that it wrote.
-            detail: what the server or the network told, or what to do about it; no client is told.
+            detail: what the server or the network told, or what to do about it, made one line; no client is told.
             retry: whether another server may get the request.
         """
         self.cause = f"{leg} server {url} {what}"
-        super().__init__(f"{self.cause}: {detail}" if detail else self.cause)
+        super().__init__(f"{self.cause}: {_UNPRINTABLE.sub(' ', detail)}" if detail else self.cause)
         self.status = status
         self.retry = retry
         self.told = f"a {leg} server {what}"  # for clients

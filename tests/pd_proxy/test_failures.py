@@ -144,6 +144,18 @@ def test_a_useless_answer_of_the_prefill_server_names_the_leg_to_the_client_and_
     until(lambda: proxy.in_flight() == 0)
 
 
+def test_what_a_server_writes_is_one_line_in_every_message_of_the_log(
+    setup: ProxySetup, p: FakeServer, d: FakeServer, access_lines: Callable[[int], list[str]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    p.script = answers(502, b"<html>\r\nall is well\x1b[2J\xe2\x80\xa8again", Content_Type="text/html")
+    assert setup.proxy([p, setup.server(prefills)], [d]).complete().status_code == 200
+    access_lines(1)
+    told = [record.getMessage() for record in caplog.records if "all is well" in record.getMessage()]
+    assert told[0].startswith("prefill server"), "and the request went to another"
+    assert all(message.isprintable() for message in told)
+
+
 @pytest.mark.parametrize(
     "script",
     [drops, answers(500, b"no"), answers(503, b'{"error": {}}'), answers(200, GIVEN_UP)],
