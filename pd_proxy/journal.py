@@ -131,6 +131,8 @@ class Journal:
         self._none_open = asyncio.Event()
         self._none_open.set()
         self._counts = {name: Counter[str]() for name in _COUNTERS}
+        # One that appeared with its first failures would hide them from rate() and the alert.
+        self._counts["requests"].update(dict.fromkeys(("200", "500", "502", "503", "504"), 0))
         self._counts["moved"].update(continued=0, failed=0)
         self._counts["not_disaggregated"][NO_PREFILL] = 0
         for name in _TOTALS:

@@ -66,6 +66,12 @@ def test_models_without_a_decode_server_are_an_error(setup: ProxySetup, p: FakeS
     assert response.json()["error"]["message"] == "a decode server cannot be reached"
 
 
+def test_a_proxy_that_has_served_nothing_exports_the_statuses_of_failures(proxy: Proxy) -> None:
+    exported = proxy.http.get("/metrics").text
+    for status in (200, 500, 502, 503, 504):
+        assert f'pd_proxy_requests_total{{status="{status}"}} 0' in exported
+
+
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
