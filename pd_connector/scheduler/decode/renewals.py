@@ -22,7 +22,7 @@ from pd_connector.orders import Cause
 from pd_connector.params import EngineAddress, RemotePrefill
 from pd_connector.scheduler.decode.legs import Refused
 from transfer.control.client import ControlClient
-from transfer.control.failures import PeerRefused
+from transfer.control.failures import ClientClosed, PeerRefused
 from transfer.control.messages import MAX_REQUEST_BYTES, Cancel, ErrorCode, Renew, Renewed
 
 logger = logging.getLogger(__name__)
@@ -253,7 +253,7 @@ class Renewals:
                 self._mark_lost(ended, Cause.LEASE, "it expired, was cancelled, or gave way to other requests")
         elif isinstance(error, PeerRefused) and error.code == ErrorCode.UNKNOWN_ENGINE:
             self._mark_lost(renewed, Cause.REFUSED, str(error))
-        else:
+        elif not isinstance(error, ClientClosed):
             logger.warning(
                 "PDConnector: a renewal of %d leases was not answered; they expire unless one of the next is: %s",
                 len(asked), error,
@@ -294,6 +294,11 @@ class Renewals:
 
 
 def _log_undelivered(future: "Future[Any]") -> None:
-    """Log that a message about a lease was not answered, if so; the lease then expires. A done-callback."""
-    if not future.cancelled() and (error := future.exception()) is not None:
+    """Log that a message about a lease was not answered, if so; the lease then expires. A done-callback.
+
+    Not where this engine ends, or the other has: a restart of either is no trouble.
+    """
+    if future.cancelled() or (error := future.exception()) is None or isinstance(error, ClientClosed):
+        return
+    if not (isinstance(error, PeerRefused) and error.code == ErrorCode.UNKNOWN_ENGINE):
         logger.warning("PDConnector: an engine was not told about a lease, which will expire: %s", error)

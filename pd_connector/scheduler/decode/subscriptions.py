@@ -12,6 +12,7 @@ that this engine can rest until then: vLLM steps an engine whose requests all wa
 ask its workers whether a pull has ended, and none can end before its prompt is complete.
 """
 
+import logging
 import threading
 import time
 from collections import deque
@@ -29,6 +30,8 @@ from pd_connector.vllm.engine_core import EngineLoop
 from transfer.control.client import ControlClient
 from transfer.control.messages import Followed, TransferState
 from transfer.errors import TransferError
+
+logger = logging.getLogger(__name__)
 
 _WAIT_S = 5.0  # for which a prefill engine may keep a question if there is nothing new
 _PAUSE_S = 0.05  # before the next question, if an engine answers at once and is no further
@@ -241,6 +244,8 @@ class Subscriptions:
             return
         except Exception as error:
             cause = cause_of(error) if isinstance(error, TransferError) else Cause.INTERNAL
+            if cause is Cause.INTERNAL:
+                logger.exception("PDConnector: unexpected answer about %s", subscription.progress.label)
             subscription.failed = Refused(cause, f"{subscription.progress.label} cannot be followed: {error}")
             return
         subscription.was_answered = True

@@ -14,7 +14,7 @@ from msgspec import structs
 from pd_connector.scheduler.decode.renewals import Renewals
 from tests.support.connector.requests import RecordingClient, a_prompt, a_remote
 from tests.support.waiting import ManualClock, until
-from transfer.control.failures import PeerRefused, PeerUnreachable
+from transfer.control.failures import ClientClosed, PeerRefused, PeerUnreachable, TransferError
 from transfer.control.messages import ErrorCode, Renew, Renewed, Reply, decode_request, encode
 
 PROMPT = a_prompt(70)
@@ -294,6 +294,34 @@ def test_an_answer_that_comes_late_or_never_changes_nothing(
     assert under_test.renewals.lost("kept") is None
     assert "a renewal of 1 leases was not answered; they expire unless one of the next is" in caplog.text
     assert "will expire" not in caplog.text, "the next renewal is in time"
+
+
+ANOTHER = PeerRefused(host="P", port=1, request_type="cancel", code=ErrorCode.UNKNOWN_ENGINE, reason="this is q")
+SILENT = PeerUnreachable(host="P", port=1, request_type="cancel", tried_s=5.0, attempts=3)
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [(ClientClosed("closed"), 0), (ANOTHER, 0), (SILENT, 1)],
+    ids=["this engine ends", "that one has ended", "it does not answer"],
+)
+def test_that_an_engine_was_not_told_is_no_warning_where_a_restart_is_the_reason(
+    client: RecordingClient, renewals: Renewals, caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch, error: TransferError, told: int,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(logging.getLogger("pd_connector"), "propagate", True)
+    renewals.cancel(a_remote(PROMPT))
+    client.futures[-1].set_exception(error)
+    assert caplog.text.count("an engine was not told about a lease, which will expire") == told
+
+
+def test_that_this_engine_ends_is_no_warning_of_a_renewal(
+    under_test: RenewalsUnderTest, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("pd_connector"), "propagate", True)
+    under_test.keep("kept")
+    under_test.renew().set_exception(ClientClosed("closed"))
+    assert caplog.records == []
 
 
 def test_requests_with_the_same_lease_id_do_not_disturb_each_other(renewals: Renewals) -> None:

@@ -1,5 +1,6 @@
 """Following named prompts: what is asked, what answers of all kinds mean, and that nothing waits for ever."""
 
+import logging
 import re
 import threading
 from collections.abc import Iterator
@@ -480,3 +481,12 @@ def test_an_answer_comes_long_before_a_transfer_is_given_up(queue_s: float, wait
     asked = [message.wait_s for _, _, message in client.sent if isinstance(message, Follow)]
     assert asked == [wait_s] * 2
     assert client.timeouts == [wait_s + MESSAGE_TIMEOUT_S] * 2
+
+
+def test_of_a_bug_the_log_has_the_traceback(
+    following: Following, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("pd_connector"), "propagate", True)
+    following.client.futures[-1].set_exception(IndexError("odd"))
+    assert following.failure().cause == "internal"
+    assert "IndexError: odd" in caplog.text
