@@ -192,6 +192,11 @@ class PoolCopies(WorkerRole):
             if is_late and not job.has_begun:  # others took long, which says nothing of the pool
                 ended[pool_id] = replace(PoolEnds.nothing(job.order), failed=False)
                 continue
+            if is_late:
+                logger.warning(
+                    "PDConnector: %d blocks were not %s in time, so the pool is not used for a while: mooncake_client "
+                    "is slow, or hangs", len(job.order.hashes), event,
+                )  # fmt: skip
             failed = is_late or error is not None
             ended[pool_id] = PoolEnds.nothing(job.order) if failed else PoolEnds(1, frozenset(job.missing))
             self._stats.count("pool_bytes", job.moved_bytes, event)

@@ -1,5 +1,6 @@
 """A worker's part in a pool: bytes that go there and back, and stores that fail, hang and hold something else."""
 
+import logging
 from collections.abc import Iterator
 from functools import partial
 
@@ -179,8 +180,10 @@ class TestTrouble:
         assert not worker.slots.memory.any()
 
     def test_what_waited_for_another_for_too_long_does_not_speak_against_the_pool(
-        self, worker: Worker, shared: SharedObjects, clock: ManualClock
-    ) -> None:
+        self, worker: Worker, shared: SharedObjects, clock: ManualClock, caplog: pytest.LogCaptureFixture,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:  # fmt: skip
+        monkeypatch.setattr(logging.getLogger("pd_connector"), "propagate", True)
         shared.goes_on.clear()
         calls = len(shared.calls)
         worker.begin(fetches=(worker.order(2), worker.order(3)))
@@ -189,6 +192,7 @@ class TestTrouble:
         ended = worker.copies.take_report().fetches
         assert ended[2].failed
         assert ended[3] == PoolEnds(1, frozenset({0, 1, 2}))
+        assert caplog.text.count("3 blocks were not fetched in time") == 1, "nobody else says what is counted"
         shared.goes_on.set()
         until(lambda: worker.copies._fetcher._late_at is None)
         assert worker.fetch() == PoolEnds(1), "the store is well"
