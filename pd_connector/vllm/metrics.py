@@ -66,7 +66,7 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
         self._phases = metric_types[Histogram](
             name="vllm:pd_pull_seconds",
             documentation="Duration of a pull on one rank, by phase.",
-            buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60),
+            buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300),
             labelnames=[*labelnames, "phase"],
         )
         self._host_copies = metric_types[Histogram](

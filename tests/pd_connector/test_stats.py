@@ -285,6 +285,17 @@ def test_pulls_are_exported_as_zero_before_the_first(exported: tuple[ConnectorPr
     assert exported[1].samples()["vllm:pd_pulls_total", ("m", "1")] == 0
 
 
+def test_a_pull_that_has_taken_longer_than_a_minute_has_a_bucket(
+    exported: tuple[ConnectorPromMetrics, _Unregistered],
+) -> None:
+    """While the prompt is computed, progress restarts the clock. Beyond the last bucket, no quantile says how long."""
+    metrics, prometheus = exported
+    metrics.observe(nothing() | {"seconds": {"total": [70.0]}})
+    (family,) = prometheus.made["vllm:pd_pull_seconds"].collect()
+    bounds = [sample.labels["le"] for sample in family.samples if sample.name.endswith("_bucket") and sample.value]
+    assert bounds == ["120.0", "300.0", "+Inf"]
+
+
 @pytest.mark.parametrize(
     ("counter", "label"),
     [
