@@ -20,6 +20,7 @@ from pd_connector.worker.host.device_copies import CopyEnd, HostCopies
 from pd_connector.worker.host.machine_memory import MachineMemory, machine_memory
 from pd_connector.worker.host.placement import log_placement, near_node
 from pd_connector.worker.worker_role import WorkerRole
+from transfer.control.limits import ThrottledWarnings
 from transfer.copies.batch.backends import Backend, open_copier, pinned_memory
 from transfer.copies.batch.base import CopierStartError, CopyFailed, DeviceEvent, Direction
 from transfer.copies.batch.copier import BatchCopier
@@ -28,6 +29,7 @@ from transfer.memory import PinnedMemory
 logger = logging.getLogger(__name__)
 
 _TRIED_BYTES, _TRIED_S = 64, 60.0  # copied at start, and how long that may take
+_LOG_INTERVAL_S = 10.0  # each step may store
 
 _BACKENDS = {"cpu": Backend.HOST, "cuda": Backend.CUDA, "npu": Backend.ACL}
 
@@ -112,6 +114,7 @@ class HostPool(WorkerRole):
         self.slots = slots
         self._memory = memory
         self._stats = stats
+        self._warnings = ThrottledWarnings(logger, _LOG_INTERVAL_S)
 
     @classmethod
     def open(
@@ -206,10 +209,11 @@ class HostPool(WorkerRole):
     def _count_store(self, copied: CopyEnd) -> None:
         if copied.failure:
             self._stats.count("host_failures", label="store")
-            logger.warning(
-                "PDConnector: %d blocks could not be stored in host memory and will be computed again when needed: %s",
-                copied.blocks, copied.failure,
-            )  # fmt: skip
+            self._warnings.warn(
+                "store",
+                f"PDConnector: {copied.blocks} blocks could not be stored in host memory and will be computed again "
+                f"when needed: {copied.failure}",
+            )
             return
         self._stats.count("host_bytes", copied.copied_bytes, "stored")
         self._stats.observe("store", copied.seconds)

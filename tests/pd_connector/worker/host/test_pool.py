@@ -1,5 +1,6 @@
 """A worker's share of host memory: what is refused, what the refusal advises, and what is opened."""
 
+import logging
 import mmap
 import re
 import threading
@@ -13,7 +14,7 @@ import torch
 from layout.geometry import WorkerGeometry
 from layout.host_blocks import host_layout
 from pd_connector.config import ConfigError
-from pd_connector.orders import BlockMoves, LoadOrder, StoreOrder
+from pd_connector.orders import BlockMoves, LoadOrder, Orders, StoreOrder
 from pd_connector.stats import StatsRecorder
 from pd_connector.worker.host import pool as host_pool
 from pd_connector.worker.host.machine_memory import MachineMemory
@@ -193,6 +194,24 @@ def test_a_block_makes_the_way_there_and_back(rank: Rank, geometry: WorkerGeomet
         block_bytes = host_layout(geometry).groups[0].block_bytes
         assert int((rank.memory != 0).sum()) > 4 * block_bytes  # noise, of which a few bytes are zero
         assert not (changed & (rank.memory != 0)).any(), "what has come back is not what was there"
+
+
+def test_stores_that_fail_in_every_step_are_counted_and_logged_once(
+    rank: Rank, geometry: WorkerGeometry, slot_bytes: int, caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(logging.getLogger("pd_connector"), "propagate", True)
+    stats = StatsRecorder()
+    pool = HostPool.open(HostQuota(5 * slot_bytes, 1, 1), geometry, [torch.from_numpy(rank.memory)], stats)
+    with closing(pool):
+        pool.copies._store_copier.close()  # takes nothing any more
+        for store_id in range(3):
+            pool.execute(Orders(stores=(StoreOrder(store_id, BlockMoves.of([(0, 1, 0)])),)))
+            assert pool.take_report().stores[store_id].failed
+    taken = stats.take()
+    assert taken is not None
+    assert taken["counts"] == {"host_failures:store": 3}
+    assert caplog.text.count("1 blocks could not be stored in host memory") == 1
 
 
 def test_its_memory_is_whole_pages_and_closing_it_twice_is_well(
