@@ -14,8 +14,9 @@ from msgspec import structs
 from pd_connector.scheduler.decode.renewals import Renewals
 from tests.support.connector.requests import RecordingClient, a_prompt, a_remote
 from tests.support.waiting import ManualClock, until
-from transfer.control.failures import ClientClosed, PeerRefused, PeerUnreachable, TransferError
+from transfer.control.failures import ClientClosed, PeerRefused, PeerUnreachable
 from transfer.control.messages import ErrorCode, Renew, Renewed, Reply, decode_request, encode
+from transfer.errors import TransferError
 
 PROMPT = a_prompt(70)
 QUEUE_TIMEOUT_S = 120.0
