@@ -78,7 +78,7 @@ def _without_transfer(content: bytes, kind: str) -> bytes:
         if b"vllm_xargs" in content:
             raise RequestError("vllm_xargs are not passed on in forms: they may have kv_transfer_params")
         if "charset" in _PLAIN_CHARSET.sub("", kind.lower()):
-            raise RequestError(f"a form must be in utf-8, not as in {kind!r}: other charsets may hide vllm_xargs")
+            raise RequestError(f"a form must be in utf-8, not as in {kind[:100]!r}: other charsets may hide vllm_xargs")
         return content
     body = json_object(content)
     return content if (kept := without_transfer(None, body)) == body else encoded(kept)

@@ -51,6 +51,16 @@ def test_a_body_that_is_no_json_object_is_refused(
     assert proxy.complete().status_code == 200
 
 
+def test_of_a_long_header_that_is_refused_the_log_has_the_beginning(
+    proxy: Proxy, access_lines: Callable[[int], list[str]]
+) -> None:
+    kind = "multipart/form-data; charset=" + "u" * 5000
+    response = proxy.http.post("/v1/audio/transcriptions", content=b"--x", headers={"Content-Type": kind})
+    assert response.status_code == 400
+    assert f"not as in {kind[:100]!r}" in message(response)
+    assert len(access_lines(1)[0]) < 1000
+
+
 @pytest.mark.parametrize(("method", "path", "status"), [("POST", "/v1/else", 404), ("GET", "/v1/completions", 405)])
 def test_an_unknown_route_is_refused_in_the_same_shape(proxy: Proxy, method: str, path: str, status: int) -> None:
     response = proxy.http.request(method, path)
