@@ -69,6 +69,11 @@ class Cause(StrEnum):
         """Whether nothing at all can be read from the prefill engine, so that its queued pulls fail as well."""
         return self in {Cause.UNREACHABLE, Cause.DENIED}
 
+    @property
+    def comes_of_leaving(self) -> bool:
+        """Whether P gave the prompt up, or the lease has ended: as they do where the client leaves."""
+        return self in {Cause.TRANSFER, Cause.LEASE}
+
 
 def cause_of(error: TransferError, *, had_time: bool = True) -> Cause:
     """Return the cause of a pull's failure, given the error that a message to its prefill engine ended with.

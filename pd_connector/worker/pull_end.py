@@ -112,8 +112,8 @@ class PullEnd(ReadSoFar):
 
     @property
     def comes_of_leaving(self) -> bool:
-        """Whether P gave the prompt up, or the lease has ended: as they do where the client leaves."""
-        return self.cause in {Cause.TRANSFER, Cause.LEASE}
+        """See ``Cause``."""
+        return self.cause.comes_of_leaving
 
     def count(self, stats: StatsRecorder) -> None:
         """Record the pull in the statistics."""

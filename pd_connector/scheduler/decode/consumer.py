@@ -425,7 +425,8 @@ class Consumer(SchedulerRole):
         return True
 
     def _refuse(self, request_id: str, refused: Refused) -> None:
-        logger.error("PDConnector: request %s cannot pull its prompt: %s", request_id, refused.reason)
+        level = logging.INFO if refused.cause.comes_of_leaving else logging.ERROR  # a worker's line tells who stayed
+        logger.log(level, "PDConnector: request %s cannot pull its prompt: %s", request_id, refused.reason)
         self._legs.put(request_id, Waiting(refused))
 
     def _start_pull(

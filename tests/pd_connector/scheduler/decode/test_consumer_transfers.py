@@ -1,5 +1,6 @@
 """Decode legs that name their transfer: what is ordered for them, what fails, and who is told when they leave."""
 
+import logging
 from collections.abc import Iterator
 
 import msgspec
@@ -180,6 +181,22 @@ def test_a_transfer_that_does_not_come_is_refused(
     assert reason in refusal.reason
     decode.settle(request, fails=True)
     assert decode.renewals.request_ids == frozenset()
+
+
+@pytest.mark.parametrize(("answer", "level"), [(ended("aborted"), "INFO"), (unreachable(), "ERROR")])
+def test_that_a_client_may_have_left_is_no_error_in_the_log(
+    decode: Decode, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
+    answer: Followed | TransferError, level: str,
+) -> None:  # fmt: skip
+    """If it has not, its request fails, and then a worker says so."""
+    monkeypatch.setattr(logging.getLogger("pd_connector"), "propagate", True)
+    caplog.set_level("INFO")
+    request = a_named_request("r")
+    decode.add(request)
+    decode.answer(answer)
+    assert decode.refusal(request).request_id == "r"
+    assert [each.levelname for each in caplog.records if "request r cannot pull" in each.message] == [level]
+    decode.settle(request, fails=True)
 
 
 def test_a_prompt_of_another_request_is_left_to_it(decode: Decode) -> None:
