@@ -1,8 +1,9 @@
 """What the connector reads from vLLM's requests and the blocks they are given."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.request import Request
 
@@ -51,6 +52,15 @@ def is_told_by_tokens(request: "Request") -> bool:
     engine has in its cache what came first.
     """
     return getattr(request, "prompt_embeds", None) is None and not getattr(request, "mm_features", None)
+
+
+def lacks_data(feature: "MultiModalFeatureSpec") -> bool:
+    """Return whether of an image or the like only its shape and hash have come: no encoder can compute it.
+
+    vLLM's models keep on the CPU what tells shapes, and nothing that an encoder works on.
+    """
+    parts: Any = feature.data  # a dictionary of tensors, each with what vLLM does with it
+    return parts is None or all(each.field.keep_on_cpu for each in parts.values())
 
 
 def is_session(request: "Request") -> bool:

@@ -165,6 +165,7 @@ Simulations of many engines (``test_state_machine``, ``test_progress``) and of o
     simulation.prefix_engines  engines of ``vllm_schedulers`` that find prefixes at each other and in a pool
     simulation.engine_config  vLLM's configuration of such an engine
     simulation.engine_worker  a worker's device and host memory, token by token, and what is under way to them
+    simulation.images       images in such engines' prompts, and an encoder that looks at them
     simulation.vllm_schedulers  engines around vLLM's own schedulers and our scheduler side, with such workers
     host_tier.engine        an engine around ``HostTier``: vLLM's cache manager, its scheduler in short, its ranks
     host_tier.sibling       a connector beside ours that loads while a step of that engine computes, or fails to

@@ -50,7 +50,9 @@ ABOUT_LAYOUTS = (
 )
 
 #: What of a release only a method asks that a later one overrides, by that release.
-ASKED_BEFORE_OVERRIDDEN = {"Release023": {"Release030.prefill_lookahead"}}  # by host_coordinator
+ASKED_BEFORE_OVERRIDDEN = {
+    "Release023": {"Release030.prefill_lookahead", "Release030.ending_with_errors"},  # by host_coordinator, by hook
+}
 
 
 @cache

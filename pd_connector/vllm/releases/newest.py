@@ -3,9 +3,13 @@
 vLLM's names are imported where they are used, because other releases may not have them.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from copy import copy
+from functools import wraps
 from typing import TYPE_CHECKING, Any
+
+from pd_connector.vllm.requests import lacks_data
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -15,12 +19,15 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import BlockHash, ExternalBlockHash, KVCacheBlock
+    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
     from pd_connector.vllm.cpu.head_order import Write
     from pd_connector.vllm.free_queue import FreeQueueCursor
+
+logger = logging.getLogger(__name__)
 
 
 class VllmRelease:
@@ -49,10 +56,43 @@ class VllmRelease:
     names_parts = True
 
     def hook(self) -> None:
-        """Add to vLLM's scheduler classes what the connector needs, and they lack: nothing. Idempotent.
+        """Add to vLLM's scheduler classes what the connector needs, and they lack. Idempotent.
 
         Called when vLLM constructs the scheduler, before it makes its cache manager.
         """
+        from vllm.v1.core.sched.scheduler import Scheduler  # noqa: PLC0415
+
+        wrap(Scheduler, "_try_schedule_encoder_inputs", self._unless_data_is_lacking)
+
+    def _unless_data_is_lacking(self, schedule: Callable[..., Any]) -> Callable[..., Any]:
+        """End requests with an error for which images would be computed that came without their data.
+
+        vLLM's worker, and the engine with it, would end instead. Decode engines take such images, because prefill
+        engines compute them: whoever pulls needs no encoder, unless the pull fails, or is lost to a preemption.
+        """
+
+        def _try_schedule_encoder_inputs(
+            scheduler: "Scheduler", request: "Request", *numbers: int, **named: int
+        ) -> tuple[Any, ...]:
+            found: tuple[Any, ...] = schedule(scheduler, request, *numbers, **named)
+            inputs, _, budget, *others = found
+            if not any(lacks_data(request.mm_features[each]) for each in inputs):
+                return found
+            ending = self.ending_with_errors(scheduler)
+            if request.request_id not in ending:
+                ending.add(request.request_id)
+                logger.error(
+                    "PDConnector: request %s ends with an error: of an image or the like, only its shape and hash are "
+                    "here, and it would have to be computed here, because it is not pulled. Send it whole, or to a "
+                    "prefill engine first; a prompt of text proves that one", request.request_id,
+                )  # fmt: skip
+            return [], 0, budget, *([] for _ in others)
+
+        return _try_schedule_encoder_inputs
+
+    def ending_with_errors(self, scheduler: "Scheduler") -> set[str]:
+        """Return the requests that vLLM ends with an error when a step ends, to be added to."""
+        return scheduler.encoder_cache_mismatch_reqs  # type: ignore[no-any-return]  # vLLM is untyped here
 
     def cache_manager_of(self, pool: "BlockPool") -> "KVCacheManager | None":
         """Return the manager that a block pool belongs to; None if vLLM hands over the manager itself."""
@@ -246,3 +286,16 @@ class VllmRelease:
     def aligns_rows(self, backend: "type[AttentionBackend]", spec: "KVCacheSpec") -> bool:
         """Return whether block-outer layouts have blocks a whole number of rows apart, for kernels that count these."""
         return True
+
+
+def wrap(owner: type, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace a method by what ``wrapper`` makes of it, in the class that defines it, unless that was done before.
+
+    That may be a base of ``owner``, for which vllm-ascend puts a class of its own in vLLM's place.
+    """
+    owner = next(each for each in owner.__mro__ if name in vars(each))
+    method = getattr(owner, name)
+    if not getattr(method, "wrapped_by_pd_connector", False):
+        wrapped = wraps(method)(wrapper(method))
+        wrapped.wrapped_by_pd_connector = True  # type: ignore[attr-defined]  # a mark on a function
+        setattr(owner, name, wrapped)

@@ -9,10 +9,10 @@ Nothing else is changed.
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from pd_connector.vllm.free_queue import FreeQueueCursor
+from pd_connector.vllm.releases.newest import wrap
 from pd_connector.vllm.releases.release_030 import Release030
 
 if TYPE_CHECKING:
@@ -75,11 +75,11 @@ class Release023(Release030):
         from vllm.v1.core.kv_cache_manager import KVCacheManager  # noqa: PLC0415
         from vllm.v1.core.sched.scheduler import Scheduler  # noqa: PLC0415
 
-        _wrap(KVCacheManager, "__init__", _remembered_by_its_pool)
-        _wrap(KVCacheManager, "allocate_slots", _with_room_for_what_was_loaded)
-        _wrap(KVCacheCoordinator, "allocate_new_computed_blocks", _with_hits_of_all_groups_in_use)
-        _wrap(Scheduler, "has_finished_requests", _or_connector_wants_step)
-        _wrap(Scheduler, "_update_requests_with_invalid_blocks", _for_any_number_of_groups)
+        wrap(KVCacheManager, "__init__", _remembered_by_its_pool)
+        wrap(KVCacheManager, "allocate_slots", _with_room_for_what_was_loaded)
+        wrap(KVCacheCoordinator, "allocate_new_computed_blocks", _with_hits_of_all_groups_in_use)
+        wrap(Scheduler, "has_finished_requests", _or_connector_wants_step)
+        wrap(Scheduler, "_update_requests_with_invalid_blocks", _for_any_number_of_groups)
         # On prefill engines, vllm-ascend 0.23 preempts nothing, so requests may wait for each other's blocks for ever.
         # It fears that a prompt ends without its blocks, which is not leased here.
         ascend: Any = sys.modules.get("vllm_ascend.patch.platform.patch_balance_schedule")
@@ -231,19 +231,6 @@ class MixedQueueCursor(FreeQueueCursor):
                 return True  # the first one was visited before it
             before = before.prev_free_block
         return before is None or before.block_hash is not None
-
-
-def _wrap(owner: type, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace a method by what ``wrapper`` makes of it, in the class that defines it, unless that was done before.
-
-    That may be a base of ``owner``, for which vllm-ascend puts a class of its own in vLLM's place.
-    """
-    owner = next(each for each in owner.__mro__ if name in vars(each))
-    method = getattr(owner, name)
-    if not getattr(method, "wrapped_by_pd_connector", False):
-        wrapped = wraps(method)(wrapper(method))
-        wrapped.wrapped_by_pd_connector = True  # type: ignore[attr-defined]  # a mark on a function
-        setattr(owner, name, wrapped)
 
 
 def remember_manager(manager: "KVCacheManager") -> None:

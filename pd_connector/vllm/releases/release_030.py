@@ -7,12 +7,17 @@ from pd_connector.vllm.releases.release_031 import Release031
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.scheduler import Scheduler
 
 
 class Release030(Release031):
     """vLLM 0.30. A request that finds no blocks keeps those behind it from running, even if they hold blocks."""
 
     serves_loaded_first = False
+
+    def ending_with_errors(self, scheduler: "Scheduler") -> set[str]:
+        """Return the requests that vLLM ends with an error when a step ends, to be added to."""
+        return scheduler.grammar_compile_error_reqs  # type: ignore[no-any-return]  # vLLM is untyped here
 
     def prefill_lookahead(self, vllm_config: "VllmConfig", device: "KVCacheManager") -> int:
         """Return how many tokens past the computed ones a draft model reads during prefill.

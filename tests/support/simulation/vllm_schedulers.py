@@ -16,7 +16,6 @@ from typing import Any, Literal
 from unittest.mock import patch
 
 from vllm.config import KVTransferConfig
-from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -42,6 +41,7 @@ from pd_connector.worker.worker_role import FailedBlocks
 from tests.support.connector.vllm_calls import NAMES_FAILED_REQUESTS
 from tests.support.simulation.engine_config import simulated_config
 from tests.support.simulation.engine_worker import EngineWorker
+from tests.support.simulation.images import RequestWithImages, add_encoder, an_image, looked_at
 from tests.support.simulation.pooled import POOLED_MODEL, PooledWorker, SimulatedPool
 from tests.support.simulation.scheduler_pulls import Peer, ScheduledPull
 from tests.support.simulation.state_groups import StateMode, States, caches, drafts, worker_with
@@ -193,14 +193,10 @@ class ClientRequest:
     transfer_id: str = ""  # of a prefill leg whose decode leg is sent at the same time
     choice: str = ""  # which of several answers to the same request
     sampling: dict[str, Any] = field(default_factory=dict)  # further parameters of vLLM's
-    image: int = 0  # the last so many tokens are an image's
+    image: int = 0  # so many tokens are an image's: the last ones, but for ``behind_image``
+    behind_image: int = 0
+    shown: Literal["", "shape", "whole"] = ""  # of it to a decode engine, and "whole" to others; "": no encoder looks
     ended: str = ""  # how: "finished", "failed", "aborted"
-
-
-class _Request(Request):  # type: ignore[misc]  # vLLM is untyped here
-    """A request that may have an image, and no encoder for it."""
-
-    has_encoder_inputs = False
 
 
 class EngineSim:
@@ -323,10 +319,13 @@ class EngineSim:
         )
         request_id = f"{asked.name}-{'p' if asked.decodes_on else 'd'}{asked.choice}"
         hasher = _hasher if self._mode != "none" else None
-        request = _Request(request_id, list(asked.tokens), sampling, None, priority=asked.priority, block_hasher=hasher)
+        request = RequestWithImages(
+            request_id, list(asked.tokens), sampling, None, priority=asked.priority, block_hasher=hasher
+        )
         if asked.image:
-            place = PlaceholderRange(offset=len(asked.tokens) - asked.image, length=asked.image)
-            request.mm_features = [MultiModalFeatureSpec(None, "image", "a picture", place)]
+            shown = "whole" if asked.shown and asked.decodes_on else asked.shown
+            offset = len(asked.tokens) - asked.image - asked.behind_image
+            request.mm_features = [an_image(shown, offset, asked.image)]
         self._states.note(request, list(_stamps(asked.tokens))[1:], _BLOCK_TOKENS)
         self.requests[request_id] = asked, request
         self.scheduler.add_request(request)
@@ -433,7 +432,9 @@ class EngineSim:
                 patches.enter_context(patch(target, new))
             patches.enter_context(patch.object(Renewals, "start"))
             block_tokens = _LONGEST if self._mode == "none" else _BLOCK_TOKENS  # as vLLM's engine core chooses them
-            return Scheduler(config, self._caches, StructuredOutputManager(config), block_tokens)
+            scheduler = Scheduler(config, self._caches, StructuredOutputManager(config), block_tokens)
+        add_encoder(scheduler, _STEP_TOKENS)
+        return scheduler
 
     def _peer_of(self, order: PullOrder) -> Peer:
         port = order.remote.remote_port
@@ -457,6 +458,7 @@ class EngineSim:
     def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Compute the scheduled tokens, and check those that were there already."""
         ids = list(output.num_scheduled_tokens)
+        self.counts.update("images" for _ in looked_at(self.scheduler.requests, output))
         sampled = []
         for request_id, scheduled in output.num_scheduled_tokens.items():
             request: Request = self.scheduler.requests[request_id]

@@ -19,6 +19,7 @@ from pd_connector.scheduler.scheduler import ConnectorScheduler
 from pd_connector.vllm import engine_config
 from pd_connector.vllm.engine_config import UnsupportedError, check_supported
 from pd_connector.vllm.releases import release_023
+from pd_connector.vllm.releases.newest import wrap
 from pd_connector.vllm.releases.release_023 import MixedQueueCursor, Release023
 from pd_connector.vllm.requests import block_ids_to_fill
 from tests.support.host_tier.setup import Setup, make_manager, make_pool, make_request
@@ -41,7 +42,7 @@ class Derived(Base):
 def test_a_method_is_wrapped_once_in_the_class_that_defines_it() -> None:
     try:
         for _ in range(2):
-            release_023._wrap(Derived, "asked", lambda method: lambda self: f"{method(self)}, and more")
+            wrap(Derived, "asked", lambda method: lambda self: f"{method(self)}, and more")
         assert Base().asked() == Derived().asked() == "asked, and more"
         assert "asked" not in vars(Derived)
         assert Base.asked.__name__ == "asked"
