@@ -27,7 +27,9 @@ SOONER, COMPARED = "a short prompt, sooner so", "a short prompt, to compare"
 _PROMPT = frozenset(
     {"prompt", "suffix", "messages", "system", "input", "instructions", "tools", "documents", "token_ids"}
 )
-_MEDIA = frozenset({"image_url", "video_url", "audio_url", "input_audio", "image_embeds", "source", "file_id"})
+_MEDIA = frozenset(f"{kind}_{form}" for kind in ("image", "video", "audio") for form in ("url", "embeds")) | {
+    "input_audio", "source", "file_id"
+}  # fmt: skip
 _LONGEST = 512  # tokens of a prompt that ``auto`` gives to D alone
 _SHARE = 0.1  # of all prompt tokens, at most, that ``auto`` gives to D alone
 _MOST_CREDIT = 4096  # tokens of this share that were not used: of a night with long prompts, say

@@ -60,6 +60,12 @@ def test_a_prompt_with_an_image_takes_the_detour_and_teaches_nothing() -> None:
     assert against(detour, PromptSize(0, 250)) == SHORT
 
 
+@pytest.mark.parametrize("kind", ["image_embeds", "audio_embeds", "video_embeds"])
+def test_embedded_media_count_as_media_also_if_only_their_shapes_are_sent(kind: str) -> None:
+    part = {"type": kind, kind: {"shape": [1, 2, 2]}}
+    assert PromptSize.of({"messages": [{"role": "user", "content": [part]}]}).has_media
+
+
 @pytest.mark.parametrize("member", ["features", "content_parts"])
 def test_media_beside_token_ids_count_as_media(member: str) -> None:
     """Of ``/inference/v1/generate``, which names them apart from its prompt."""
