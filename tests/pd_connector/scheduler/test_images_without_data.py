@@ -93,6 +93,18 @@ def test_one_that_would_be_computed_beside_or_behind_a_pull_ends_with_an_error(
     assert (prefill.leases, decode.blocks_in_use) == (0, 0)
 
 
+def test_a_prefill_engine_is_proven_by_a_text_when_one_of_a_later_step_has_failed_to(world: World) -> None:
+    prefill, decode = EngineSim(world, "kv_producer", 80), EngineSim(world, "kv_consumer", 80, canary="refuse")
+    late = ClientRequest("late", list(range(400)), 4, decode, image=30, behind_image=20, shown="shape")
+    of_text, asked = ClientRequest("text", list(range(1000, 1060)), 2, decode), a_prompt("a", decode)
+    for each in (late, of_text, asked):
+        prefill.ask(each)
+        world.run(30.0)
+    assert [each.ended for each in (late, of_text, asked)] == ["failed", "finished", "finished"]
+    assert (decode.counts["canaries: left"], decode.counts["canaries: proven"], decode.counts["pulled"]) == (1, 1, 1)
+    assert (prefill.leases, decode.blocks_in_use) == (0, 0)
+
+
 def test_one_whose_pull_fails_ends_with_an_error_although_prompts_are_computed_then(world: World) -> None:
     prefill, decode = EngineSim(world, "kv_producer", 60), EngineSim(world, "kv_consumer", 60, "recompute")
     prefill.ask(asked := a_prompt("a", decode))

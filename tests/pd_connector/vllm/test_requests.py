@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.multimodal.cache import ShmObjectStoreSenderCache
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256_cbor
@@ -17,9 +19,11 @@ from pd_connector.vllm.requests import (
     computes_whole_prompt,
     is_later_choice,
     is_placeholder,
+    lacks_data,
     leave_last_token,
     prefill_is_complete,
 )
+from tests.support.releases import since
 
 PROMPT = [5, 6, 7]
 #: vLLM hashes every two tokens in these tests.
@@ -137,3 +141,25 @@ def test_a_prompt_that_cannot_do_without_its_last_token_stays_whole() -> None:
     behind = a_hashed_request(6)
     behind.mm_features = [image]
     assert leave_last_token(behind, HASHED)
+
+
+@since((0, 30), "images without data on decode engines")
+@pytest.mark.parametrize(("sent", "lacks"), [("image_grid_thw", True), ("image_grid_thw image_embeds", False)])
+def test_images_of_which_only_the_shape_was_sent_lack_data(sent: str, lacks: bool) -> None:
+    """As vLLM reads them for one of its models."""
+    from vllm.model_executor.models.keye import KeyeMultiModalDataParser  # noqa: PLC0415  some seconds
+
+    parts = {"image_grid_thw": torch.tensor([[1, 2, 2]]), "image_embeds": torch.ones(4, 8)}
+    parser = KeyeMultiModalDataParser(allow_missing_mm_embeddings=True)
+    (image,) = parser.parse_mm_data({"image": {name: parts[name] for name in sent.split()}})["image"]._kwargs["image"]
+    place = PlaceholderRange(offset=0, length=4)
+    assert lacks_data(MultiModalFeatureSpec(image, "image", "a picture", place)) is lacks
+    assert lacks_data(MultiModalFeatureSpec(None, "image", "a picture", place))
+
+
+@since((0, 32), "signatures of images in shared memory")
+def test_images_that_workers_find_in_shared_memory_do_not_lack_data() -> None:
+    cache: Any = SimpleNamespace()
+    image = ShmObjectStoreSenderCache.address_as_item(cache, address=4096, monotonic_id=7, signature=[1])
+    place = PlaceholderRange(offset=0, length=4)
+    assert not lacks_data(MultiModalFeatureSpec(image, "image", "a picture", place))
