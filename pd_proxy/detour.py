@@ -24,9 +24,7 @@ BEYOND, UNKNOWN = "a short prompt, beyond D's share", "a short prompt, not compa
 SOONER, COMPARED = "a short prompt, sooner so", "a short prompt, to compare"
 
 #: What of a body can be its prompt, in any API; and members of parts that are no text.
-_PROMPT = frozenset(
-    {"prompt", "suffix", "messages", "system", "input", "instructions", "tools", "documents", "token_ids"}
-)
+_PROMPT = ("prompt", "suffix", "messages", "system", "input", "instructions", "tools", "documents", "token_ids")
 _MEDIA = frozenset(f"{kind}_{form}" for kind in ("image", "video", "audio") for form in ("url", "embeds")) | {
     "input_audio", "source", "file_id"
 }  # fmt: skip

@@ -198,11 +198,14 @@ def test_closed_data_ports(network: Network, how: str) -> None:
 def test_a_network_that_is_cut_at_the_first_read(network: Network) -> None:
     """D connects to P's data port, which is not answered, until nothing is."""
     network.hosts.close_ports(P, DATA, "blackhole")
-    with ThreadPoolExecutor(1) as threads:
-        visit = threads.submit(network.visit)
-        until(lambda: connects_to_data(network.hosts), within_s=60.0)
-        with network.hosts.unplugged(P):
-            found = visit.result()
+    for _ in range(3):
+        with ThreadPoolExecutor(1) as threads:
+            visit = threads.submit(network.visit)
+            until(lambda: connects_to_data(network.hosts), within_s=60.0)
+            with network.hosts.unplugged(P):
+                found = visit.result()
+        if "cannot reach the transfer engine" not in found.failure:  # Mooncake gives up by itself after 5 s
+            break
     said = re.match(
         r"FAIL peer: pull: unreachable: .* \(([\d.]+) s\): its engine was given up: .* for 3\.75 s", found.failure
     )
