@@ -2,7 +2,6 @@
 
 import json
 import re
-import traceback
 from enum import Enum, auto
 from http import HTTPStatus
 
@@ -141,10 +140,11 @@ def is_error(content: bytes) -> bool:
 
 
 def let_go_of_bodies(error: BaseException | None) -> None:
-    """Clear the frames through which an error has come.
+    """Drop the traceback of an error, and of those that caused it.
 
-    They hold the request's bodies, and some the error itself: the collector of such circles seldom runs here.
+    Its frames hold the request's bodies, and some the error itself: the collector of such circles seldom runs here. To
+    clear them would not do: since Python 3.12 they hold those of their callers too, which run on.
     """
     while error is not None:
-        traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = None
         error = error.__cause__ or error.__context__

@@ -447,7 +447,7 @@ def test_what_is_relayed_has_no_transfer_of_a_client(proxy: Proxy, d: FakeServer
 @pytest.mark.parametrize(
     ("kind", "content"),
     [
-        ("application/json", b'{"kv_transfer_params": {}, "x": ' + 1200 * b"[" + 1200 * b"]" + b', "x": 1}'),
+        ("application/json", b'{"kv_transfer_params": {}, "x": ' + 100_000 * b"[" + 100_000 * b"]" + b', "x": 1}'),
         ("application/json", b'{"x": '),
         (
             "multipart/form-data; boundary=b",

@@ -193,9 +193,9 @@ def test_ranks_that_come_back_at_other_addresses_cost_a_second_leg(
 def test_ranks_are_still_known_of_a_server_that_has_broken_off(
     known: Proxy, p: FakeServer, d: FakeServer, engines: DataParallel
 ) -> None:
-    p.script = drops
+    p.script, d.script = drops, stalls
     assert known.complete().status_code == 502
-    p.script = engines
+    p.script, d.script = engines, decodes
     d.received.clear()
     assert [known.complete().status_code for _ in range(4)] == [200] * 4
     assert sorted(legs_of(d)[:2]) == [(False, FIRST_PORT), (False, FIRST_PORT + 1)]

@@ -20,8 +20,10 @@ def own_authority(folder: Path) -> tuple[Path, ssl.SSLContext]:
         subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True)
 
     key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2")
-    openssl("req", "-x509", *key, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=a CA of our own")
-    signed = ("-CA", "ca.pem", "-CAkey", "ca.key", "-addext", "subjectAltName=IP:127.0.0.1")
+    # Python 3.13 takes no CA, and openssl makes every certificate one, that does not say what its key is for.
+    may_sign, no_ca = ("-addext", "keyUsage=critical,keyCertSign"), ("-addext", "basicConstraints=critical,CA:FALSE")
+    openssl("req", "-x509", *key, *may_sign, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=a CA of our own")
+    signed = (*no_ca, "-CA", "ca.pem", "-CAkey", "ca.key", "-addext", "subjectAltName=IP:127.0.0.1")
     openssl("req", "-x509", *key, *signed, "-keyout", "key.pem", "-out", "server.pem", "-subj", "/CN=server")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(folder / "server.pem", folder / "key.pem")
