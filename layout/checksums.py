@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from layout.context_parallel import WHOLE, TokenSplit
+from layout.copies import OwnArrays
 from layout.geometry import Plane
 
 UInt64Array = npt.NDArray[np.uint64]
@@ -36,7 +37,7 @@ _MAX_WORD_BYTES = 4  # the product of two such words fits 64 bits, so no bit of 
 
 
 @dataclass(frozen=True, slots=True)
-class PlaneSums:
+class PlaneSums(OwnArrays):
     """Checksums of a range of tokens of one plane, in runs of tokens that it holds."""
 
     run_tokens: int

@@ -1,11 +1,30 @@
 """Descriptor arrays: which bytes go where, as three equally long int64 arrays."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 Int64Array = npt.NDArray[np.int64]
+_Data = TypeVar("_Data")
+
+
+class OwnArrays:
+    """A base of data classes whose arrays are their own after unpickling.
+
+    Others may be views of memory that lent them: Ray's channels have room for ten steps, and wait until nothing refers
+    to the oldest.
+    """
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _with_own_arrays, (type(self), *(getattr(self, each.name) for each in fields(self)))  # type: ignore[arg-type]
+
+
+def _with_own_arrays(kind: type[_Data], *values: Any) -> _Data:
+    return kind(*(value.copy() if isinstance(value, np.ndarray) else value for value in values))
 
 
 @dataclass(frozen=True, slots=True)

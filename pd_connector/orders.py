@@ -15,7 +15,7 @@ import numpy as np
 from msgspec.structs import astuple
 
 from layout.checksums import PlaneSums
-from layout.copies import Int64Array
+from layout.copies import Int64Array, OwnArrays
 from layout.geometry import ModelIdentity, WorkerGeometry
 from layout.plan import BlockTable
 from pd_connector.params import RemotePrefill
@@ -120,7 +120,7 @@ class RefuseOrder:
 
 
 @dataclass(frozen=True, eq=False)
-class BlockMoves:
+class BlockMoves(OwnArrays):
     """Pairs of a device block and a host slot to copy between. Arrays of shape [n], int64."""
 
     groups: Int64Array  # index of each device block's cache group
@@ -167,7 +167,7 @@ class StoreEnds:
 
 
 @dataclass(frozen=True, eq=False)
-class PoolOrder:
+class PoolOrder(OwnArrays):
     """Put blocks of host memory into the pool, or fetch blocks from there to free slots."""
 
     pool_id: int

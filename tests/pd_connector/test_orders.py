@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from layout.checksums import PlaneSums
 from layout.geometry import WorkerGeometry
 from pd_connector.orders import (
     BlockMoves,
@@ -17,6 +18,7 @@ from pd_connector.orders import (
     ChecksumReport,
     LoadOrder,
     Orders,
+    PoolOrder,
     RefuseOrder,
     Report,
     StoreEnds,
@@ -51,6 +53,25 @@ def test_orders_survive_the_way_to_the_workers(triples: list[tuple[int, int, int
     for moves in (load.moves, store.moves):
         for name in ("groups", "blocks", "slots"):
             assert (getattr(moves, name) == getattr(orders.loads[0].moves, name)).all()
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        Orders(stores=(StoreOrder(7, BlockMoves.of([(0, 5, 6), (1, 7, 8)])),)),
+        Orders(puts=(PoolOrder(7, "model", np.arange(2), np.arange(5, 7), (b"a", b"b"), 9.0),)),
+        Report(checksums=(ChecksumReport("lease", 0, ((PlaneSums(16, 3, np.ones((4, 2, 2), np.uint64)),),)),)),
+    ],
+)
+def test_what_arrives_keeps_no_memory_of_what_carried_it(sent: Orders | Report) -> None:
+    """Ray hands out views of shared memory, and no step is carried in it while one of them is kept."""
+    buffers: list[pickle.PickleBuffer] = []
+    pickled = pickle.dumps(sent, protocol=5, buffer_callback=buffers.append)
+    carried = [bytearray(buffer) for buffer in buffers]
+    arrived = pickle.loads(pickled, buffers=carried)
+    for memory in carried:
+        memory.clear()  # BufferError, if somebody has a view of it
+    assert repr(arrived) == repr(sent)
 
 
 @given(reports=st.lists(REPORTS, min_size=1, max_size=4), data=st.data())
