@@ -5,6 +5,7 @@ CPU here, taken for one: the bytes and the operators are the same, only the stre
 numbers to the device.
 """
 
+import mmap
 import threading
 from collections.abc import Callable
 
@@ -210,11 +211,12 @@ def check_pull(drawn: tuple[NhdRank, list[NhdRank], Tables, bool], pages: int, a
     local, remotes, tables, segmented = drawn
     regions = local.geometry().regions
     whole = Region(regions[0].address, regions[-1].end - regions[0].address)
+    staging_bytes = pages * SLOTS * max(8192, mmap.PAGESIZE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(remote_reader, "mapped_segments", lambda device: [whole] if segmented else [])
         patch.setattr(remote_reader, "AREAS_PER_WINDOW", areas)
         patch.setattr(device_memory, "ALIGNMENT", 4096)  # so that windows are small
-        reader = RemoteReader.with_device_staging(ASCEND, regions, pages * SLOTS * 8192, local.tensors)
+        reader = RemoteReader.with_device_staging(ASCEND, regions, staging_bytes, local.tensors)
     for read in pull_nhd(reader, local, remotes, tables):
         assert isinstance(reader._copy, TensorCopier)
         starts = reader._copy.view_starts

@@ -4,6 +4,7 @@ The device is the CPU here, taken for one.
 """
 
 import json
+import mmap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,12 +58,12 @@ def staged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Staged:
 
 @cpu_only
 def test_beside_caches_in_host_memory_it_is_host_memory(staged: Staged) -> None:
-    (buffer,) = staged("kv_consumer", on_host=True, staging_bytes=9 * 4096)
-    assert buffer.size == 9 * 4096
+    (buffer,) = staged("kv_consumer", on_host=True, staging_bytes=9 * mmap.PAGESIZE)
+    assert buffer.size == 9 * mmap.PAGESIZE
 
 
 def test_elsewhere_it_is_on_the_device_of_the_caches(staged: Staged) -> None:
-    (buffer,) = staged("kv_consumer", on_host=False, staging_bytes=9 * 4096)
+    (buffer,) = staged("kv_consumer", on_host=False, staging_bytes=9 * mmap.PAGESIZE)
     assert buffer.size == HUGE_PAGE
     assert buffer.address % HUGE_PAGE == 0
 

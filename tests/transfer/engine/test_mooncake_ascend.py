@@ -25,7 +25,7 @@ class Pages:
     """Memory for identities at an address that nobody has, as device memory is to the host."""
 
     def __init__(self, address: int = 64 * MIB) -> None:
-        self.region = Region(address, 2 * MIB)
+        self.region = Region(address, -(-IDENTITY_BYTES // (2 * MIB)) * 2 * MIB)
         self.written: dict[int, bytes] = {}
 
     def write(self, address: int, data: bytes) -> None:

@@ -1,6 +1,7 @@
 """Which NUMA node is near a device, by what a system says of it, and the line of log about where memory lies."""
 
 import logging
+import mmap
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -158,12 +159,12 @@ def _all_lines(caplog: pytest.LogCaptureFixture) -> None:
 
 @needs_a_choice
 def test_the_line_says_where_pages_lie_and_why(caplog: pytest.LogCaptureFixture) -> None:
-    memory = Memory(100 * 4096)
+    memory = Memory(100 * mmap.PAGESIZE)
     memory.view[:] = 1
     log_placement(memory.region, NearNode(online(), "because"))
     assert line_of(caplog) == (
-        f"PDConnector: this worker's host memory of 409600 bytes: NUMA node {online()} is preferred, of 100 pages that "
-        f"were looked at lie 100 on node {online()}; because"
+        f"PDConnector: this worker's host memory of {100 * mmap.PAGESIZE} bytes: NUMA node {online()} is preferred, of "
+        f"100 pages that were looked at lie 100 on node {online()}; because"
     )
 
 
