@@ -194,6 +194,7 @@ Real servers (``tests/e2e``):
     e2e.exact               answers that must be equal in every bit
     e2e.pipeline_deployments  such sets with servers whose layers are spread over pipeline stages
     e2e.fleet_trouble       servers of a fleet and processes of their pool that stop, and die and come back
+    e2e.pooled_servers      servers that put into a pool and find there, one after the other's end
     e2e.prefix_deployments  such a set with servers that pull prefixes from each other, and die
     e2e.staged_worker       vLLM's CPU worker for a pipeline stage
     e2e.bordered_worker     vLLM's CPU worker for Mamba2 layers that find prefixes
