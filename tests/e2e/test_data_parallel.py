@@ -8,12 +8,13 @@ from contextlib import closing
 
 import pytest
 
-from tests.support.e2e.apart_deployments import DATA_PARALLEL, FOUR_TO_ONE, ONE_TO_FOUR
+from tests.support.e2e.apart_deployments import DATA_PARALLEL, FOUR_TO_ONE, ONE_TO_FOUR, balanced_by_node
 from tests.support.e2e.client import Client
 from tests.support.e2e.cluster import Cluster, Server
-from tests.support.e2e.deployments import on
+from tests.support.e2e.deployments import decode, on
 from tests.support.e2e.pair import assert_same_output, make_prompt, wait_until_at_rest
 from tests.support.examples.harness import ProxyProcess
+from tests.support.process import free_ports
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.routers, pytest.mark.timeout(1500)]
@@ -117,6 +118,30 @@ def test_a_rank_of_p_that_is_killed(servers: dict[str, Server], cluster: Cluster
         prompt = make_prompt(200, ("behind the killed rank", number))
         assert_same_output(proxy.complete(prompt), decode.client.compute(prompt))
     assert decode.client.metrics().since(before).value("vllm:pd_pulls_total") > 0
+
+
+@pytest.mark.slow
+def test_engines_that_each_node_balances_for_itself(cluster: Cluster) -> None:
+    """Each of two nodes has a URL for its engines. A request names those of its node by numbers from 0 on."""
+    (port,) = free_ports(1)
+    *nodes, decoding = cluster.start([*balanced_by_node(port), decode(patient=True)])
+    prompts = [make_prompt(200 + number, ("nodes", number)) for number in range(24)]
+    urls = [argument for node in nodes for argument in ("--prefill", node.client.base_url)]
+    with (
+        ProxyProcess(["-m", "pd_proxy", *urls, "--decode", decoding.client.base_url]) as process,
+        closing(Client(process.url)) as proxy,
+    ):
+        for prompt in prompts:
+            assert_same_output(proxy.complete(prompt), nodes[0].client.compute(prompt))
+        assert proxy.metrics().value("pd_proxy_legs_total", legs="together") > 0
+    assert decoding.client.metrics().value("vllm:pd_pulls_total") >= len(prompts) - MOST_PAIRS_OF_ENGINES
+    for node in nodes:
+        leases = {
+            engine: node.client.metrics().value("vllm:pd_leases_total", engine=engine) for engine in engines_of(node)
+        }
+        assert len(leases) == 2
+        assert all(leases.values()), leases
+    cluster.stop([*nodes, decoding])
 
 
 def engines_of(server: Server) -> set[str]:

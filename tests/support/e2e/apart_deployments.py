@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from tests.support.e2e.cluster import START_TIMEOUT_S
+from tests.support.e2e.cluster import START_TIMEOUT_S, ServerSpec
 from tests.support.e2e.deployments import SECRET, Deployment, decode, peer, prefill, with_host_memory
 
 #: Each on a host of its own, and finds its address by itself.
@@ -36,3 +36,20 @@ def _data_parallel(prefill_size: int, decode_size: int) -> Deployment:
 
 
 DATA_PARALLEL, FOUR_TO_ONE, ONE_TO_FOUR = _data_parallel(2, 2), _data_parallel(4, 1), _data_parallel(1, 4)
+
+
+def balanced_by_node(port: int) -> tuple[ServerSpec, ServerSpec]:
+    """Two prefill servers, each with two of four data-parallel engines, which meet at ``port``."""
+    first, second = (
+        replace(
+            prefill(),
+            arguments=(
+                *("--data-parallel-size", "4", "--data-parallel-size-local", "2", "--data-parallel-hybrid-lb"),
+                *("--data-parallel-start-rank", str(rank), "--data-parallel-address", "127.0.0.1"),
+                *("--data-parallel-rpc-port", str(port)),
+            ),
+            start_timeout_s=3 * START_TIMEOUT_S,
+        )
+        for rank in (0, 2)
+    )
+    return first, second
