@@ -197,6 +197,7 @@ Real servers (``tests/e2e``):
     e2e.pooled_servers      servers that put into a pool and find there, one after the other's end
     e2e.prefix_deployments  such a set with servers that pull prefixes from each other, and die
     e2e.staged_worker       vLLM's CPU worker for a pipeline stage
+    e2e.ray_on_cpu          vLLM's API server, whose workers are Ray's actors, on CPU
     e2e.bordered_worker     vLLM's CPU worker for Mamba2 layers that find prefixes
     e2e.release_servers     such sets with servers of other vLLM releases
     e2e.choice              which pairs of servers a test runs on, and which of them by default
