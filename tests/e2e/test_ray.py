@@ -12,7 +12,7 @@ from tests.support.e2e.legs import Router
 from tests.support.e2e.pair import Pair, make_prompt
 
 
-def _with_ray(spec: ServerSpec, *, old: bool) -> ServerSpec:
+def _in_ray(spec: ServerSpec, *, old: bool) -> ServerSpec:
     """The server with Ray processes of its own, which believe that there are GPUs."""
     variables = {
         "RAY_OVERRIDE_RESOURCES": json.dumps({"CPU": 1, "GPU": spec.ranks, "object_store_memory": 200_000_000}),
@@ -33,8 +33,8 @@ def _with_ray(spec: ServerSpec, *, old: bool) -> ServerSpec:
 RAY = Deployment(
     "Ray",
     (
-        ("old TP2", _with_ray(peer(tensor_parallel=2), old=True)),
-        ("TP1", _with_ray(peer(layout="LBHNC"), old=False)),
+        ("old TP2", _in_ray(peer(tensor_parallel=2), old=True)),
+        ("TP1", _in_ray(peer(layout="LBHNC"), old=False)),
     ),
     slow=True,
 )

@@ -16,18 +16,18 @@ from tests.support.e2e.forked_server import forking
 CpuPlatform.ray_device_key = "GPU"
 
 
-class Worker(ray_executor_v2.RayWorkerProc):  # type: ignore[misc]  # vLLM is untyped here
+class RayWorker(ray_executor_v2.RayWorkerProc):  # type: ignore[misc]  # vLLM is untyped here
     """The worker, with which this module comes into its process."""
 
 
-class OldWorker(ray_executor.RayWorkerWrapper):  # type: ignore[misc]
+class OldRayWorker(ray_executor.RayWorkerWrapper):  # type: ignore[misc]
     """The same of the old executor."""
 
 
 def main() -> None:
     """Serve until told to stop."""
-    ray_executor_v2.RayWorkerProc = Worker
-    ray_executor.RayWorkerWrapper = OldWorker
+    ray_executor_v2.RayWorkerProc = RayWorker
+    ray_executor.RayWorkerWrapper = OldRayWorker
     system_utils.get_mp_context = forking
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
 
