@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.support.e2e.cluster import ServerSpec
-from tests.support.e2e.deployments import SECRET, Deployment, on, peer, with_host_memory
+from tests.support.e2e.deployments import SECRET, Deployment, leases, on, peer, with_host_memory
 from tests.support.e2e.legs import Router
 from tests.support.e2e.pair import Pair, make_prompt
 
@@ -23,6 +23,7 @@ def _in_ray(spec: ServerSpec, *, old: bool) -> ServerSpec:
     return replace(
         server,
         secret=SECRET,
+        options=(*server.options, *leases(60.0)),
         arguments=(*server.arguments, "--distributed-executor-backend", "ray"),
         module="tests.support.e2e.ray_on_cpu",
         variables=tuple(variables.items()),
@@ -60,7 +61,7 @@ def test_a_lease_with_checksums_is_not_what_steps_wait_for(pair: Pair) -> None:
     prompt = make_prompt(300, ("lease", pair.name))
     with pair.traffic() as traffic:
         params = pair.prefill.client.prefill(prompt)
-        pair.prefill.client.compute(make_prompt(40, "steps"), 30)
+        pair.prefill.client.compute(make_prompt(40, "steps"), 12)
         answer = pair.decode_leg(prompt, params)
     assert (traffic.leases("released"), traffic.leases("expired")) == (1, 0)
     assert traffic.source("external_kv_transfer") == len(prompt) - 1
