@@ -59,7 +59,7 @@ PIP := $(BIN)/python $(INSTALL)
 define or_with_torch_index
 again() { "$$@" || { \
 	echo 'Trying again with packages of $(TORCH_INDEX) (TORCH_INDEX names another)' >&2; \
-	"$$1" -m pip index versions -qq --index-url '$(TORCH_INDEX)' torch && \
+	PIP_EXTRA_INDEX_URL='$(TORCH_INDEX)' "$$1" -m pip index versions -qq --index-url '$(TORCH_INDEX)' torch && \
 	"$$@" --extra-index-url '$(TORCH_INDEX)'; }; }; again
 endef
 

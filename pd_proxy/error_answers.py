@@ -1,7 +1,6 @@
 """What can go wrong on the way through the proxy, and how a client is told: in the error shape of its API."""
 
 import json
-import re
 from enum import Enum, auto
 from http import HTTPStatus
 
@@ -17,8 +16,6 @@ COMMENT = b":"
 FAILED = (b"event: error\n", b"event: response.failed\n", b'data: {"error"')
 #: Of a server that takes no requests for now, or no more: it computes nothing of this one.
 FULL = HTTPStatus.SERVICE_UNAVAILABLE
-#: What would end a line of the log, or move a terminal's cursor to another one.
-_UNPRINTABLE = re.compile(r"[\s\x00-\x1f\x7f-\x9f]+")
 
 
 class Retry(Enum):
@@ -70,7 +67,9 @@ class LegFailed(Exception):  # noqa: N818  named after the event
             retry: whether another server may get the request.
         """
         self.cause = f"{leg} server {url} {what}"
-        super().__init__(f"{self.cause}: {_UNPRINTABLE.sub(' ', detail)}" if detail else self.cause)
+        # What ends a line, moves a terminal's cursor or turns text around is none of the log's.
+        shown = "".join(each if each.isprintable() else " " for each in detail)
+        super().__init__(f"{self.cause}: {' '.join(shown.split())}" if detail else self.cause)
         self.status = status
         self.retry = retry
         self.told = f"a {leg} server {what}"  # for clients

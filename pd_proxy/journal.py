@@ -118,7 +118,7 @@ class Record:
         elif self.choice is not None:
             parts.append(f"detour: {self.choice.reason}")
         if self.problem:
-            parts.append(f"problem: {self.problem}")
+            parts.append(f"problem: {' '.join(self.problem.split())}")  # on one line, whatever raised it
         return " ".join(parts)
 
 

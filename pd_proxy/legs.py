@@ -203,7 +203,9 @@ class TwoLegs:
         if prefill.ends_decoding and not self.client.started:
             prefill.has_cancelled = decoding.cancel()
         elif prefill.failure is not None:
-            logger.warning("prefill server %s failed (%s) after D had answered", prefill.engine, prefill.failure)
+            bug = None if isinstance(prefill.failure, LegFailed | LegRefused) else prefill.failure
+            said = "prefill server %s failed (%s) after D had answered"
+            logger.warning(said, prefill.engine, prefill.failure, exc_info=bug)
             let_go_of_bodies(prefill.failure)
 
     def _text_ended(self, failure: Failure) -> bool:

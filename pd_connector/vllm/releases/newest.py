@@ -76,7 +76,8 @@ class VllmRelease:
         ) -> tuple[Any, ...]:
             found: tuple[Any, ...] = schedule(scheduler, request, *numbers, **named)
             inputs, _, budget, *others = found
-            if not any(lacks_data(request.mm_features[each]) for each in inputs):
+            pulls = scheduler.vllm_config.kv_transfer_config.is_kv_consumer  # others take no such images
+            if not (pulls and any(lacks_data(request.mm_features[each]) for each in inputs)):
                 return found
             ending = self.ending_with_errors(scheduler)
             if request.request_id not in ending:
