@@ -5,6 +5,7 @@ Bodies may be images of many megabytes, and circles of objects are collected sel
 
 import gc
 import json
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -13,7 +14,17 @@ from types import AsyncGeneratorType, CoroutineType, FrameType, FunctionType
 import httpx
 import pytest
 
-from tests.support.examples.fake_servers import FakeServer, Received, Wire, answers, drops, prefills_by_name, stalls
+from tests.support.examples.fake_servers import (
+    FakeServer,
+    Received,
+    Wire,
+    answers,
+    drops,
+    opened,
+    prefills_by_name,
+    stalls,
+    waits,
+)
 from tests.support.examples.harness import RawClient
 from tests.support.examples.served_proxy import Proxy, ProxySetup
 from tests.support.waiting import until
@@ -173,3 +184,30 @@ def test_a_client_that_does_not_read_has_the_server_wait(setup: ProxySetup, p: F
         assert body.count(b"x") == piece.count(b"x") * pieces
     finally:
         client.leave()  # or the proxy, which is to end, waits for it
+
+
+def test_of_a_bug_behind_an_answer_that_has_begun_the_log_tells_where_it_is(
+    setup: ProxySetup, d: FakeServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its traceback is logged before it is dropped with the bodies."""
+    begun, told = threading.Event(), threading.Event()
+
+    async def streams(_: Received, wire: Wire) -> None:
+        await wire.head()
+        await wire.chunk(b"data: 1\n\n")
+        await opened(told)
+        await wire.end()
+
+    p = setup.server(prefills_by_name)
+    proxy = setup.proxy([p], [d])
+    assert proxy.complete().status_code == 200  # both legs go at once from then on
+    monkeypatch.setattr("pd_proxy.legs.address_in", lambda _: 1 / 0)
+    p.script, d.script = waits(begun, prefills_by_name), streams
+    with proxy.http.stream("POST", "/v1/completions", json={"prompt": "a"}) as response:
+        pieces = response.iter_raw()
+        assert next(pieces) == b"data: 1\n\n"
+        begun.set()
+        until(lambda: "after D had answered" in caplog.text)
+        told.set()
+        assert not list(pieces)
+    assert "in _prefill_beside" in caplog.text

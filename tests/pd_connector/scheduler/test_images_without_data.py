@@ -57,6 +57,14 @@ def test_it_ends_once_if_another_step_is_scheduled_before_the_end_of_the_first(
     assert caplog.text.count("request a-d ends") == 1
 
 
+def test_an_engine_that_pulls_nothing_computes_what_vllm_lets_it(world: World) -> None:
+    """There, vLLM takes no images without data: whatever looks like one is for its encoder to judge."""
+    prefill = EngineSim(world, "kv_producer", 60)
+    prefill.ask(a_prompt("a"))
+    with pytest.raises(AssertionError, match="an encoder finds nothing to look at"):
+        world.run(10.0)
+
+
 def test_one_behind_more_tokens_than_a_step_has_ends_when_its_turn_comes(world: World) -> None:
     decode = EngineSim(world, "kv_consumer", 60)
     decode.ask(asked := ClientRequest("a", list(range(400)), 4, image=30, behind_image=20, shown="shape"))
