@@ -62,7 +62,7 @@ class Cause(StrEnum):
     CHECKSUM = "checksum"  # what arrived is not what was leased, or could not be compared with it
     LEASE = "lease"  # the lease ended before the read was done, or does not hold what was read
     UNCONFIRMED = "unconfirmed"  # whether the lease was still valid could not be determined
-    INTERNAL = "internal"  # a bug in the connector; the log has the traceback
+    INTERNAL = "internal"  # a bug in the connector, with its traceback in the log, or the system has no thread left
 
     @property
     def is_peer_wide(self) -> bool:

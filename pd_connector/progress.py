@@ -15,6 +15,7 @@ from layout.plan import BlockTable
 from pd_connector.orders import PullOrder, block_table
 from pd_connector.params import ParamsError, RemotePrefill, RemoteTransfer, check_groups
 from transfer.control.messages import Follow, Followed, SlotRange, TransferState
+from transfer.errors import printable
 
 _Tables = tuple[tuple[int, ...], ...]
 
@@ -113,10 +114,10 @@ class Progress:
                 if answer.attempt < self.attempt:
                     return self
             case TransferState.UNKNOWN:
-                reason = f": {answer.reason}" if answer.reason else ""
+                reason = f": {printable(answer.reason)}" if answer.reason else ""
                 raise TransferEnded(f"the prefill engine no longer knows {self.label}, which was {self.state}{reason}")
             case _:  # it has ended, or is in a state of a later version
-                reason = answer.reason or f"it is {str(answer.state)!r}"
+                reason = printable(answer.reason) or f"it is {str(answer.state)!r}"
                 raise TransferEnded(f"the prefill engine says that {self.label} has ended: {reason}")
         begun = self if answer.attempt == self.attempt else self._started_over(answer.attempt)
         if answer.state == TransferState.QUEUED:  # again, if it was being computed: its blocks may be others' by now

@@ -120,6 +120,7 @@ def test_a_prompt_that_is_queued_again_has_lost_its_blocks_and_keeps_its_lease()
     ("state", "reason", "message"),
     [
         ("ended", "its client has left", "says that transfer xfer-1 at 10.0.0.5:8998 has ended: its client has left"),
+        ("ended", "it\nleft", "has ended: it left"),
         ("ended", "", "has ended: it is 'ended'"),
         ("archived", "", "has ended: it is 'archived'"),
         ("unknown", "", "no longer knows transfer xfer-1 at 10.0.0.5:8998, which was computing$"),

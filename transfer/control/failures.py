@@ -1,6 +1,6 @@
 """Exceptions of the control channel, of both client and server. No logic beyond the wording."""
 
-from transfer.errors import TransferError
+from transfer.errors import TransferError, printable
 from transfer.peers import Address
 
 
@@ -47,9 +47,9 @@ class AuthenticationFailed(ControlError):  # noqa: N818
 
 
 class PeerRefused(ControlError):  # noqa: N818
-    """The peer answered with an error. ``code`` says which, ``reason`` is the peer's own text."""
+    """The peer answered with an error. ``code`` says which, ``reason`` is the peer's own text, made printable."""
 
     def __init__(self, *, host: str, port: int, request_type: str, code: str, reason: str) -> None:
         self.code = code
-        self.reason = reason
-        super().__init__(f"{Address(host, port)} refused {request_type!r}: {code}: {reason}")
+        self.reason = printable(reason)
+        super().__init__(f"{Address(host, port)} refused {request_type!r}: {printable(code)}: {self.reason}")

@@ -42,7 +42,7 @@ from pd_connector.vllm.requests import computes_whole_prompt, is_told_by_tokens
 from transfer.control.client import ControlClient
 from transfer.control.limits import LastFew, ThrottledWarnings
 from transfer.control.messages import Cancel, Find, Found
-from transfer.errors import TransferError
+from transfer.errors import TransferError, printable
 from transfer.peers import Address
 
 if TYPE_CHECKING:
@@ -345,7 +345,8 @@ class PeerPrefixes(PrefixSearch[_Asking, _Pulling]):
                 found = answer.result()
                 self._silent_until.pop(peer, None)
                 if found.reason:
-                    self._warnings.warn("reason", f"PDConnector: engine at {peer} serves no prefix: {found.reason}")
+                    said = printable(found.reason)
+                    self._warnings.warn("reason", f"PDConnector: engine at {peer} serves no prefix: {said}")
                 if not found.lease_id:
                     continue
                 offer = offered_prefix(found, peer, self._unit, asking.request.num_prompt_tokens - 1)
