@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from benchmarks import multi_turn, record
+from benchmarks.pair import hosts_for
 from benchmarks.peers import connectors, model, plots, summary, table
 from benchmarks.peers.budget import Budget, starts
 from benchmarks.peers.rounds import Plan, Round, Rounds
@@ -40,6 +41,8 @@ def parse(words: list[str] | None) -> argparse.Namespace:
                         help="layouts, and P's and D's tensor parallel sizes")  # fmt: skip
     parser.add_argument("--connectors", nargs="+", choices=[each.key for each in connectors.ALL],
                         default=[each.key for each in connectors.ALL])  # fmt: skip
+    parser.add_argument("--mbit-per-s", type=int, default=0,
+                        help="of a network between all P and all D, on two hosts of their own; 0: none")  # fmt: skip
     parser.add_argument("--threads", type=int, default=1, help="of each worker's kernels")
     parser.add_argument("--seed", type=int, default=1, help="of the prompts")
     parser.add_argument("--name", default="peers", help="of the files in benchmarks/results")
@@ -143,7 +146,10 @@ def measure(plan: Plan, arguments: argparse.Namespace, results: Results, of_hybr
     """Measure all parts that need pairs of servers."""
     chance, router, patient = random.Random(arguments.seed), Router(), Router(FIRST_TIMEOUT_S)
     models = {name: model.make(DIRECTORY / name, name) for name in model.CONFIGS}
-    with Fleet(models, DIRECTORY, arguments.threads) as fleet:
+    with (
+        hosts_for(2, arguments.mbit_per_s) as (prefill, decode),
+        Fleet(models, DIRECTORY, arguments.threads, prefill, decode) as fleet,
+    ):
         rounds = Rounds(fleet, router, plan, chance, budget(plan, arguments), patient)
         trouble = Trouble(fleet, rounds, chance, plan.connectors)
         for step in in_order(plan, arguments.parts):

@@ -22,10 +22,16 @@ Params = dict[str, Any]
 
 @dataclass(frozen=True)
 class Ports:
-    """Of one pair of servers, beside those of HTTP."""
+    """Of one pair of servers, beside those of HTTP, and the addresses of their hosts."""
 
     prefill: int
     decode: int
+    prefill_host: str = HOST
+    decode_host: str = HOST
+
+    def of(self, prefill: bool) -> tuple[str, int]:
+        """Return one server's host and port."""
+        return (self.prefill_host, self.prefill) if prefill else (self.decode_host, self.decode)
 
 
 @dataclass
@@ -69,8 +75,8 @@ class Connector:
         return config | ({"kv_connector_module_path": self.module} if self.module else {})
 
 
-def _no_environment(_ports: Ports, _prefill: bool) -> dict[str, str]:
-    return {}
+def _our_environment(ports: Ports, prefill: bool) -> dict[str, str]:
+    return {"VLLM_HOST_IP": ports.of(prefill)[0]}
 
 
 def _ours(pair: Pair, legs: Legs) -> Contract:
@@ -83,7 +89,7 @@ def _ours(pair: Pair, legs: Legs) -> Contract:
 
 def _mooncake(pair: Pair, _legs: Legs) -> Contract:
     """As vLLM's own proxy for it does: it asks P's bootstrap server who P is, and names the transfer."""
-    bootstrap = f"http://{HOST}:{pair.ports.prefill}"
+    bootstrap = f"http://{pair.ports.prefill_host}:{pair.ports.prefill}"
     if not pair.learnt:
         pair.learnt["engine_id"] = httpx.get(f"{bootstrap}/query", trust_env=False).json()["0"]["engine_id"]
     name = {"transfer_id": uuid.uuid4().hex}
@@ -93,7 +99,8 @@ def _mooncake(pair: Pair, _legs: Legs) -> Contract:
 
 
 def _mooncake_environment(ports: Ports, prefill: bool) -> dict[str, str]:
-    return {"VLLM_HOST_IP": HOST, "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(ports.prefill if prefill else ports.decode)}
+    host, port = ports.of(prefill)
+    return {"VLLM_HOST_IP": host, "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(port)}
 
 
 def _nixl(_pair: Pair, _legs: Legs) -> Contract:
@@ -103,12 +110,12 @@ def _nixl(_pair: Pair, _legs: Legs) -> Contract:
 
 def _nixl_environment(ports: Ports, prefill: bool) -> dict[str, str]:
     # TCP for all: UCX would read the other process's memory through the kernel, which two machines cannot.
-    return {"VLLM_NIXL_SIDE_CHANNEL_HOST": HOST, "UCX_TLS": "tcp",
-            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(ports.prefill if prefill else ports.decode)}  # fmt: skip
+    host, port = ports.of(prefill)
+    return {"VLLM_NIXL_SIDE_CHANNEL_HOST": host, "UCX_TLS": "tcp", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
 
 
 OURS = Connector(
-    "ours", "pd-connector", "PDConnector", "pd_connector", {"host": HOST}, _no_environment,
+    "ours", "pd-connector", "PDConnector", "pd_connector", {}, _our_environment,
     ("in turn", "together"), _ours, lambda pair: counters.ours(pair.decode_url),
 )  # fmt: skip
 MOONCAKE = Connector(

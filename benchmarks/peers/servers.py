@@ -7,7 +7,7 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,9 @@ CONSEQUENCES = ("initialization failed", "died unexpectedly", "failed to start")
 Layout = Literal["LBHNC", "BHLNC"]
 Side = Literal["prefill", "decode"]
 ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
+#: The address of a host, and what commands that run there begin with.
+Place = tuple[str, Sequence[str]]
+HERE: Place = (HOST, ())
 
 
 @dataclass(frozen=True)
@@ -69,8 +72,12 @@ class Fleet:
     (SIGSTOP), also those that are ready while others still start.
     """
 
-    def __init__(self, models: Mapping[Model, Path], directory: Path, threads: int) -> None:
+    def __init__(
+        self, models: Mapping[Model, Path], directory: Path, threads: int, prefill: Place = HERE, decode: Place = HERE
+    ) -> None:
+        """``prefill``, ``decode``: where all servers of that side run."""
         self._models, self._directory, self._threads = models, directory, threads
+        self._places: dict[Side, Place] = {"prefill": prefill, "decode": decode}
         self._started: dict[tuple[str, Side], Started] = {}
         self._ports: dict[str, Ports] = {}
         self._stopped: set[tuple[str, Side]] = set()
@@ -94,7 +101,7 @@ class Fleet:
         self.failures = {}
         fresh = [key for key in wanted if key not in self._started]
         for key in sorted({key for key, _ in fresh} - set(self._ports)):
-            self._ports[key] = Ports(*free_ports(2, HOST))
+            self._ports[key] = Ports(*free_ports(2, HOST), *(host for host, _ in self._places.values()))
         for one, port in zip(fresh, free_ports(len(fresh), HOST), strict=True):
             self._start(wanted[one][0], one[1], wanted[one][1], port)
         self._wait()
@@ -175,14 +182,15 @@ class Fleet:
         } | connector.environment(self._ports[connector.key], side == "prefill")  # fmt: skip
         server = Server(
             f"{side} server of {connector.label}", self._command(connector, side, shape, port),
-            url=f"http://{HOST}:{port}", log=log, environment=environment, cwd=ROOT,
+            url=f"http://{self._places[side][0]}:{port}", log=log, environment=environment, cwd=ROOT,
         )  # fmt: skip
         server.start()
         self._started[connector.key, side] = Started(server, connector, side, shape, port)
 
     def _command(self, connector: Connector, side: Side, shape: Shape, port: int) -> list[str]:
+        host, prefix = self._places[side]
         options: Mapping[str, object] = {
-            "model": self._models[shape.model], "served-model-name": NAME, "host": HOST, "port": port,
+            "model": self._models[shape.model], "served-model-name": NAME, "host": host, "port": port,
             "dtype": shape.dtype, "block-size": shape.block_tokens, "kv-cache-memory-bytes": CACHE_BYTES,
             "tensor-parallel-size": shape.tensor_parallel, "max-model-len": LONGEST_TOKENS,
             "max-num-batched-tokens": CHUNK_TOKENS,
@@ -191,7 +199,7 @@ class Fleet:
         words = [str(word) for option, value in options.items() for word in (f"--{option}", value)]
         # On CPU, vLLM's Mamba2 computes no states at the borders of blocks, by which prefixes of hybrids are found.
         words += ["--no-enable-prefix-caching"] if shape.model == "hybrid" else []
-        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager",
+        return [*prefix, sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager",
                 "--skip-tokenizer-init", *words]  # fmt: skip
 
     def _wait(self) -> None:

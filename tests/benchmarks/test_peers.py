@@ -254,6 +254,21 @@ class TestModels:
         assert [name for name in models if "--no-enable-prefix-caching" in words[name]] == ["hybrid"]
 
 
+def test_servers_run_on_the_hosts_that_are_given(tmp_path: Path) -> None:
+    fleet = Fleet({"attention": tmp_path}, tmp_path, 1, ("198.18.0.1", ["ip", "netns"]), ("198.18.0.2", []))
+    commands = {side: fleet._command(OURS, side, Shape(), 1) for side in SIDES}
+    assert commands["prefill"][:3] == ["ip", "netns", sys.executable]
+    assert [words[words.index("--host") + 1] for words in commands.values()] == ["198.18.0.1", "198.18.0.2"]
+    for connector in ALL:
+        own = [connector.environment(Ports(1, 2, "of P", "of D"), prefill) for prefill in (True, False)]
+        assert "of P" in own[0].values()
+        assert "of D" in own[1].values()
+    apart = Pair("http://p", "http://d", Ports(1, 2, "198.18.0.1"), tmp_path, {"engine_id": "engine"})
+    for_decode = MOONCAKE.contract(apart, "in turn").for_decode
+    assert for_decode is not None
+    assert for_decode["remote_bootstrap_addr"] == "http://198.18.0.1:1"
+
+
 class Slow:
     """A router that never answers one connector, and that P refuses another."""
 
