@@ -93,6 +93,16 @@ class Hosts:
         run(*inside, "route", "add", "default", "via", self.address(THIS_MACHINE))
 
 
+@contextmanager
+def cut(number: int) -> Iterator[None]:
+    """Nothing reaches one of this process's hosts, and nothing that it sends reaches another."""
+    run("ip", "link", "set", name_of(f"p{number}"), "down")
+    try:
+        yield
+    finally:
+        run("ip", "link", "set", name_of(f"p{number}"), "up")
+
+
 def _remove_those_of_ended_processes() -> None:
     """They are left where a process was killed."""
     for kind, names in (("netns", ("h",)), ("link", ("sw", "p"))):

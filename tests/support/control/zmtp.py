@@ -4,6 +4,8 @@ import contextlib
 import socket
 import struct
 
+from tests.support.waiting import WAIT_S
+
 MORE, LARGE, COMMAND = 1, 2, 4  # flags of a frame
 
 
@@ -34,7 +36,7 @@ def connect(port: int, host: str = "127.0.0.2") -> socket.socket:
     """
     connection = socket.socket()
     try:
-        connection.settimeout(5)
+        connection.settimeout(WAIT_S)
         connection.bind((host, 0))
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             connection.connect(("127.0.0.1", port))

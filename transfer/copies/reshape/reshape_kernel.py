@@ -98,9 +98,8 @@ class RunKernel:
             KernelUnusable: not all bytes are what they should be.
         """
         half = 1 << 15
-        with self.stream.running():  # both are there before the kernel runs
+        with self.stream.running():
             memory = torch.randint(0, 256, (2 * half,), dtype=torch.uint8, device=device)
-            expected = memory.clone()
         base = int(memory.data_ptr())
         for width in _WORD_BYTES:
             for size in (width, 100 * width, 600 * width):
@@ -108,11 +107,14 @@ class RunKernel:
                 targets = half + origins[::-1]
                 sizes = np.full(len(origins), size, np.int64)
                 with self.stream.running():
+                    expected = memory.clone()
+                    for target, origin in zip(targets.tolist(), origins.tolist(), strict=True):
+                        expected[target : target + size] = memory[origin : origin + size]
+                        memory[target : target + size] = ~expected[target : target + size]  # nothing is right by chance
                     self._launch((targets + base, origins + base, sizes), len(sizes), width, size)
-                for target, origin in zip(targets.tolist(), origins.tolist(), strict=True):
-                    expected[target : target + size] = memory[origin : origin + size]
-        if not torch.equal(memory, expected):
-            raise KernelUnusable("what it copied at start is not what it was given")
+                    are_equal = torch.equal(memory, expected)
+                if not are_equal:
+                    raise KernelUnusable("what it copied at start is not what it was given")
 
 
 class KernelCopier:

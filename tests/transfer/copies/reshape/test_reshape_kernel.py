@@ -204,7 +204,11 @@ def test_a_kernel_that_copies_wrongly_or_not_at_all_is_not_used(
         right(*arguments)
         arguments[-1][2, -1] -= 1
 
+    def all_alike(_low: int, _high: int, size: tuple[int, ...], **options: Any) -> torch.Tensor:
+        return torch.zeros(size, **options)
+
     monkeypatch.setattr(reshape_kernel, "_write", cut_short)
+    monkeypatch.setattr(torch, "randint", all_alike)  # what is not copied must not be right by chance
     with pytest.raises(KernelUnusable, match="what it copied at start is not what it was given"):
         KernelCopier([source])
     monkeypatch.setattr(importlib, "import_module", missing)
