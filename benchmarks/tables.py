@@ -13,25 +13,38 @@ WAYS = {
 TRANSFERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("first token with `--first-token prefill`: {:.2f} times that of P alone", ("first_token:1000/ratio",)),
     (
-        "first token of a next turn, if P pulls what D holds: {:.2f} times that of a P that computes it, {:.2f} times "
-        "that of D alone", ("reuse:first_token_ratio/not looked for", "reuse:first_token_ratio/D alone"),
+        "first token of a next turn, if P pulls what D holds: {:.2f} times that if P computes it, {:.2f} times D's "
+        "alone",
+        ("reuse:first_token_ratio/not looked for", "reuse:first_token_ratio/D alone"),
     ),
     (
-        "first token with `--prefill-from auto`, after 32, 120 and 480 tokens: {:.2f}, {:.2f} and {:.2f} times that of "
-        "the better way",
+        "first token with `--prefill-from auto`, after 32, 120, 480 tokens: {:.2f}, {:.2f}, {:.2f} times the better "
+        "way's",
         ("detour:lengths/32/ratio/p50", "detour:lengths/120/ratio/p50", "detour:lengths/480/ratio/p50"),
     ),
     (
-        "the proxy's processor time for a request, 1,000 at once: {:.1f} ms with both legs at once, {:.1f} ms in turn",
+        "the proxy's processor time a request, 1,000 at once: {:.1f} ms with legs at once, {:.1f} ms in turn",
         ("proxy:together/1000/request_ms", "proxy:in-turn/1000/request_ms"),
     ),
     (
-        "1 Gbit/s: pulls use {:.0%} of the link; both legs at once hide {:.0%} of a transfer of 3,500 tokens",
+        "1 Gbit/s: pulls use {:.0%} of the link; legs at once hide {:.0%} of 3,500 tokens",
         ("legs_slow_network:link_share/3500", "legs_slow_network:handover/3500/hidden"),
     ),
     (
-        "D in `peers`: first token of a next turn at another P {:.1f} times that of one server, of a new prompt {:.1f} "
-        "times that without `peers`",
+        "handover of 2,000 tokens there: {:.0f} ms at once (Mooncake {:.0f}), in turn {:.0f} (Mooncake {:.0f}, "
+        "NIXL {:.0f})",
+        tuple(
+            f"peers_slow_network:cases/LBHNC/1-1/2000/1/{way}/handover_ms/p50"
+            for way in ("ours, together", "mooncake, together", "ours, in turn", "mooncake, in turn", "nixl, in turn")
+        ),
+    ),
+    (
+        "beside a P whose network is cut: pulls {:.2f} times as long (p99 {:.2f})",
+        ("partition:ratio/p50", "partition:ratio/p99"),
+    ),
+    (
+        "first token of a next turn at another P, with D in `peers`: {:.1f} times that of one server; of a new prompt: "
+        "{:.1f} times that without",
         ("reuse_two_prefills:first_token_ratio/one server", "reuse_no_hit:first_token_ms/peers/ratio"),
     ),
 )  # fmt: skip
