@@ -125,9 +125,13 @@ test-all: lint types  ## lint, types and all tests, also those marked slow: hour
 	$(BIN)/python -m pytest -m e2e $(SERVERS) $(ARGS) || $(OTHERS_CHOSEN) || failed=1; \
 	[ -z "$$failed" ]
 
-# As root; without, they are skipped.
-test-hosts: $(STAMPS)/installed  ## all tests on hosts of their own (network namespaces), also those marked slow: an hour
-	@$(BIN)/python -m pytest -m hosts $(if $(ARGS),,$(shell grep -rl --include='test_*.py' 'mark\.hosts' tests)) $(ARGS)
+# As root; without, they are skipped. A process has one switch, and that of real servers stays until it ends.
+test-hosts: $(STAMPS)/installed  ## all tests on hosts of their own (network namespaces), also those marked slow: half an hour
+	@failed=; for kind in 'not e2e' e2e; do \
+		$(BIN)/python -m pytest -m "hosts and $$kind" \
+			$(if $(ARGS),,$(shell grep -rl --include='test_*.py' 'mark\.hosts' tests)) $(ARGS) || \
+			$(OTHERS_CHOSEN) || failed=1; \
+	done; [ -z "$$failed" ]
 
 test-npu-sim: $(NPU_SIM)/installed  ## tests on a simulated Ascend device under the real torch_npu, in .venv-npu-sim
 	@PD_CONNECTOR_NPU_SIM=1 $(NPU_SIM)/bin/python -m pytest tests/npu_sim $(ARGS)

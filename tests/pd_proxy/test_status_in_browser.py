@@ -1,7 +1,6 @@
 """The status page in a real browser: what it shows, that it stays live, and that nothing in it is taken for markup."""
 
 import asyncio
-import os
 import struct
 import threading
 from collections.abc import Iterator
@@ -17,9 +16,6 @@ from tests.support.examples.served_proxy import Proxy, ProxySetup
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), needs_chromium]
-
-#: Where the picture of the page is written, if that is set: the one in README is made so.
-PICTURE = "PD_CONNECTOR_SCREENSHOT"
 
 MARKUP = "<img/src=x/onerror=document.title=1>"
 #: What the page shows where there is nothing to show.
@@ -186,7 +182,7 @@ def test_a_picture_of_the_whole_page(browser: Browser, setup: ProxySetup, tmp_pa
     client = RawClient.completing(proxy, b'{"prompt": "100000 0 1", "stream": true}')
     until(lambda: len(rows(browser, "ended")) == len(prompts) and rows(browser, "under-way"))
     assert len(rows(browser, "failures")) == 1
-    file = Path(os.environ.get(PICTURE) or tmp_path / "status.png")
+    file = tmp_path / "status.png"
     browser.screenshot(file)
     client.leave()
     size = struct.unpack(">II", file.read_bytes()[16:24])  # width and height stand there in a PNG
