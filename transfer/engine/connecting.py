@@ -1,8 +1,7 @@
-"""This process's sockets: those that are still being connected, and those that others connect to."""
+"""This process's TCP sockets: those to a peer, and those that others connect to."""
 
 import os
 import socket
-import stat
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -12,28 +11,50 @@ from pathlib import Path
 _TABLES = [Path("/proc/thread-self/net", name) for name in ("tcp", "tcp6")]
 _SYN_SENT = "02"
 _FILES = "/proc/self/fd"
+MAPPED = "::ffff:"  # before an IPv4 address in the form that IPv6 sockets take
 #: After a minute of silence, 4 probes in another minute. The peer's kernel answers, so its process may be stopped.
 _PROBES = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 15), (socket.TCP_KEEPCNT, 4))
 
 
-def connecting_to(port: int) -> Iterator[tuple[socket.socket, str]]:
-    """Yield duplicates of sockets that wait for a peer's port to answer, with its IP address.
+def own_sockets(among: Iterable[str] | None = None) -> Iterator[socket.socket]:
+    """Yield duplicates of this process's TCP sockets, each open until the next is asked for.
 
-    The caller closes each before the next. The table may have thousands of lines: for when a call hangs.
+    ``among``: numbers of files; None for all.
     """
-    asked = dict(_asked(port))
-    for entry in os.listdir(_FILES) if asked else ():
-        with suppress(OSError):  # closed in the meantime
-            file = os.stat(f"{_FILES}/{entry}")
-            number = file.st_ino
-            if number not in asked or not stat.S_ISSOCK(file.st_mode):  # file systems have numbers of their own
+    for entry in os.listdir(_FILES) if among is None else among:
+        with suppress(OSError):  # closed in the meantime, and its number is perhaps another file's
+            if not os.readlink(f"{_FILES}/{entry}").startswith("socket:"):
                 continue
             duplicate = os.dup(int(entry))
-            if os.fstat(duplicate).st_ino != number:  # the file's number is another one's by now
+            try:
+                # Said not to block, it stays as it is. Otherwise a default timeout would make it so, for all users.
+                found = socket.socket(type=socket.SOCK_STREAM | socket.SOCK_NONBLOCK, fileno=duplicate)
+            except OSError:
                 os.close(duplicate)
                 continue
-            # Said not to block, it stays as it is.
-            yield socket.socket(type=socket.SOCK_STREAM | socket.SOCK_NONBLOCK, fileno=duplicate), asked[number]
+            with found:
+                if found.proto == socket.IPPROTO_TCP and found.family in (socket.AF_INET, socket.AF_INET6):
+                    yield found
+
+
+def listeners(among: Iterable[str] | None = None) -> Iterator[socket.socket]:
+    """Yield those of ``own_sockets`` that others connect to."""
+    return (each for each in own_sockets(among) if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def connections_to(port: int) -> Iterator[tuple[socket.socket, str]]:
+    """Yield those that are connected to a peer's port, or wait for it to answer, with the peer's IP address.
+
+    Reads the system's table of sockets, which may have thousands of lines: for when a call hangs.
+    """
+    asked = dict(_asked(port))
+    for found in own_sockets():
+        try:
+            ip, connected_to = found.getpeername()[:2]
+        except OSError:  # not connected
+            ip, connected_to = asked.get(os.fstat(found.fileno()).st_ino, ""), port
+        if ip and connected_to == port:
+            yield found, ip.removeprefix(MAPPED)
 
 
 def probe_peers(files: Iterable[str]) -> None:
@@ -41,16 +62,10 @@ def probe_peers(files: Iterable[str]) -> None:
 
     Mooncake would keep them for ever. Accepted sockets take these options over.
     """
-    for entry in files:
-        with suppress(OSError):  # closed in the meantime
-            if not os.readlink(f"{_FILES}/{entry}").startswith("socket:"):
-                continue
-            kind = socket.SOCK_STREAM | socket.SOCK_NONBLOCK  # said not to block, it stays as it is
-            with socket.socket(type=kind, fileno=os.dup(int(entry))) as found:
-                if found.family != socket.AF_UNIX and found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                    for option, value in _PROBES:
-                        found.setsockopt(socket.IPPROTO_TCP, option, value)
+    for found in listeners(files):
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _PROBES:
+            found.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def _asked(port: int) -> Iterator[tuple[int, str]]:

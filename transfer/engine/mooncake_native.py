@@ -18,7 +18,7 @@ import resource
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import IPv4Address
@@ -28,7 +28,7 @@ from typing import Any
 from layout.geometry import Region
 from layout.regions import describe_region
 from transfer.engine.ascend_environment import ascend_settings, link_s, set_qos
-from transfer.engine.connecting import connecting_to, probe_peers
+from transfer.engine.connecting import MAPPED, connections_to, listeners, probe_peers
 from transfer.engine.interface import EngineStartError
 from transfer.peers import Address, parse_address, parse_ip, resolve
 from transfer.threads import check_threads, no_threads
@@ -67,7 +67,6 @@ _FILES = "/proc/self/fd"
 _IPV6 = "MC_USE_IPV6"
 _IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 _GLOBAL_SCOPE = "00"  # its fourth column; loopback and addresses of a link have others
-_MAPPED = "::ffff:"  # before an IPv4 address in the form that IPv6 sockets take
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,15 +371,8 @@ class NativeEngine:
             peers = {entry[4][0] for entry in socket.getaddrinfo(peer.host, peer.port, type=socket.SOCK_STREAM)}
         except (OSError, UnicodeError):
             return  # without an address there is no connection
-        for connection in _own_sockets(remote_port=peer.port):
-            with connection:
-                try:
-                    if connection.getpeername()[0].removeprefix(_MAPPED) in peers:
-                        connection.shutdown(socket.SHUT_RDWR)
-                except OSError:
-                    continue  # the connection has ended
-        for connection, ip in connecting_to(peer.port):
-            with connection, suppress(OSError):
+        for connection, ip in connections_to(peer.port):
+            with suppress(OSError):  # the connection has ended
                 if ip in peers:
                     connection.shutdown(socket.SHUT_RDWR)
 
@@ -398,20 +390,17 @@ class NativeEngine:
             os.close(self._memory)
 
     def _listens_for_ipv6(self) -> bool:
-        families = []
-        for listener in self._listeners():
-            with listener:
-                families.append(listener.family)
-        return socket.AF_INET6 in families
+        return any(listener.family == socket.AF_INET6 for listener in self._listeners())
 
     def _listeners(self) -> Iterator[socket.socket]:
-        """Yield duplicates of what listens on the engine's port, to be closed as those of ``_own_sockets``."""
+        """Yield duplicates of what listens on the engine's port, as ``own_sockets`` does."""
         is_new = False
-        for listener in _own_sockets(self._files, listening_port=self._port):
-            is_new = True
-            yield listener
+        for listener in listeners(self._files):
+            if listener.getsockname()[1] == self._port:
+                is_new = True
+                yield listener
         if not is_new:  # the engine is lent, or its listener has the number of a file that was closed meanwhile
-            yield from _own_sockets(listening_port=self._port)
+            yield from (each for each in listeners() if each.getsockname()[1] == self._port)
 
     def _name(self, address: str) -> str:
         """Return a peer's address as this engine can resolve it: with IPv6, it looks for IPv6 addresses only."""
@@ -424,56 +413,17 @@ class NativeEngine:
             with suppress(OSError):  # a name without an address is Mooncake's to refuse
                 host = resolve(host)
             is_ipv4 = isinstance(parse_ip(host), IPv4Address)
-            name = self._names[address] = str(Address(_MAPPED + host if is_ipv4 else host, peer.port))
+            name = self._names[address] = str(Address(MAPPED + host if is_ipv4 else host, peer.port))
         return name
 
     def _shorten_accept(self) -> None:
         for listener in self._listeners():
-            with listener:
-                timeout = struct.pack("ll", 0, int(_ACCEPT_TIMEOUT_S * 1e6))
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
-                # An accept in progress keeps its old timeout; a connection ends it.
-                loopback = "::1" if listener.family == socket.AF_INET6 else "127.0.0.1"
-                try:
-                    socket.create_connection((loopback, self._port), timeout=1.0).close()
-                except OSError:
-                    return  # bound to another interface: the destructor takes up to a second
-                time.sleep(5 * _ACCEPT_TIMEOUT_S)
-
-
-def _own_sockets(
-    among: Iterable[str] | None = None, *, listening_port: int = 0, remote_port: int = 0
-) -> Iterator[socket.socket]:
-    """Yield duplicates of this process's TCP sockets that listen on or are connected to a port.
-
-    The caller closes each before the next, because it has a descriptor as well. The system's table of sockets is not
-    read: it may have thousands of lines. ``among``: numbers of files; None for all.
-    """
-    for entry in os.listdir(_FILES) if among is None else among:
-        try:
-            if not os.readlink(f"{_FILES}/{entry}").startswith("socket:"):
-                continue
-            duplicate = os.dup(int(entry))
-        except OSError:
-            continue  # closed in the meantime
-        try:
-            # Said not to block, it stays as it is. Otherwise a default timeout would make it so, for all who use it.
-            found = socket.socket(type=socket.SOCK_STREAM | socket.SOCK_NONBLOCK, fileno=duplicate)
-        except OSError:
-            os.close(duplicate)  # closed in the meantime, and its number is another file's
-            continue
-        if _is_at(found, listening_port, remote_port):
-            yield found
-        else:
-            found.close()  # of other code, like most
-
-
-def _is_at(found: socket.socket, listening_port: int, remote_port: int) -> bool:
-    if found.proto != socket.IPPROTO_TCP or found.family not in (socket.AF_INET, socket.AF_INET6):
-        return False
-    try:
-        if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            return bool(found.getsockname()[1] == listening_port)
-        return bool(found.getpeername()[1] == remote_port)
-    except OSError:
-        return False  # not connected
+            timeout = struct.pack("ll", 0, int(_ACCEPT_TIMEOUT_S * 1e6))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
+            # An accept in progress keeps its old timeout; a connection ends it.
+            loopback = "::1" if listener.family == socket.AF_INET6 else "127.0.0.1"
+            try:
+                socket.create_connection((loopback, self._port), timeout=1.0).close()
+            except OSError:
+                return  # bound to another interface: the destructor takes up to a second
+            time.sleep(5 * _ACCEPT_TIMEOUT_S)

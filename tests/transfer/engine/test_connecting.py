@@ -12,7 +12,7 @@ import pytest
 from layout.copies import Copies
 from tests.support.memory import Memory
 from tests.support.waiting import until
-from transfer.engine.connecting import connecting_to
+from transfer.engine.connecting import connections_to
 from transfer.engine.mooncake import MooncakeEngine, MooncakeOptions
 
 
@@ -50,15 +50,11 @@ def full(request: pytest.FixtureRequest) -> Iterator[Full]:
         yield Full(request.param, stack)
 
 
-def test_those_that_wait_are_found_with_the_peers_address_and_no_others(full: Full) -> None:
+def test_those_that_are_connected_or_wait_are_found_with_the_peers_address_and_no_others(full: Full) -> None:
     until(lambda: len(full.waiting()) == 3)
-    found = set()
-    for each, ip in connecting_to(full.port):
-        with each:
-            assert ip == full.host
-            found.add(each.getsockname())
-    assert found == {each.getsockname() for each in full.waiting()}
-    assert list(connecting_to(full.port + 1)) == []
+    found = [(each.getsockname(), ip) for each, ip in connections_to(full.port)]
+    assert sorted(found) == sorted((each.getsockname(), full.host) for each in full.asking)
+    assert list(connections_to(full.port + 1)) == []
 
 
 def test_who_waits_for_one_is_woken(full: Full) -> None:
@@ -75,13 +71,12 @@ def test_who_waits_for_one_is_woken(full: Full) -> None:
 
     thread = threading.Thread(target=connect)
     thread.start()
-    for each, _ in connecting_to(full.port):
-        with each:
-            each.shutdown(socket.SHUT_RDWR)
+    for each, _ in connections_to(full.port):
+        each.shutdown(socket.SHUT_RDWR)
     thread.join(30.0)
     assert failures
     assert not isinstance(failures[0], TimeoutError)
-    assert list(connecting_to(full.port)) == []
+    assert len(list(connections_to(full.port))) == 1  # that which was connected
 
 
 def test_connections_to_an_engine_end_when_their_machine_has_vanished() -> None:

@@ -24,6 +24,7 @@ from layout.cost import CostModel
 from tests.support.memory import Memory, even_copies
 from transfer.engine import mooncake, mooncake_native, rdma
 from transfer.engine.ascend_environment import link_s
+from transfer.engine.connecting import listeners
 from transfer.engine.interface import EngineStartError, ReadFailed
 from transfer.engine.mooncake import PROTOCOLS, MooncakeEngine, MooncakeOptions
 from transfer.engine.mooncake_limits import LIMITS
@@ -346,28 +347,23 @@ def test_a_descriptor_that_is_given_to_another_file_meanwhile_is_left_alone() ->
     duplicate = os.dup
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port, open_files = listener.getsockname()[1], os.listdir("/proc/self/fd")
-        found = []
-        for own in mooncake_native._own_sockets(listening_port=port):
-            found.append(own.getsockname())
-            own.close()
-        assert found == [listener.getsockname()]
+        assert [own.getsockname() for own in listeners() if own.getsockname()[1] == port] == [listener.getsockname()]
         with patch.object(os, "dup", lambda _: duplicate(reading)):
-            assert list(mooncake_native._own_sockets(listening_port=port)) == []
+            assert list(listeners()) == []
         assert len(os.listdir("/proc/self/fd")) == len(open_files)
     os.close(reading)
     os.close(writing)
 
 
-def test_own_sockets_are_found_without_the_table_of_all_sockets_of_the_host() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket(socket.AF_UNIX):
-        port = listener.getsockname()[1]
-        with socket.create_connection(("127.0.0.1", port)) as connection, patch.object(Path, "read_text") as read:
-            for own, asked in ((listener, {"listening_port": port}), (connection, {"remote_port": port})):
-                found = []
-                for each in mooncake_native._own_sockets(**asked):
-                    found.append(os.path.sameopenfile(each.fileno(), own.fileno()))
-                    each.close()
-                assert found == [True]
+def test_listeners_are_found_without_the_table_of_all_sockets_of_the_host() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()),
+        socket.socket(socket.AF_UNIX),
+        patch.object(Path, "read_text") as read,
+    ):
+        found = [os.path.sameopenfile(each.fileno(), listener.fileno()) for each in listeners()]
+    assert found.count(True) == 1
     read.assert_not_called()
 
 
@@ -376,8 +372,7 @@ def test_a_look_at_sockets_leaves_all_of_them_blocking() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket(socket.AF_UNIX) as other:
         socket.setdefaulttimeout(1.0)
         try:
-            for each in mooncake_native._own_sockets(listening_port=listener.getsockname()[1]):
-                each.close()
+            assert any(each.getsockname() == listener.getsockname() for each in listeners())
         finally:
             socket.setdefaulttimeout(None)
         assert os.get_blocking(listener.fileno())
