@@ -19,35 +19,29 @@ class Wakeup:
 
     def __init__(self) -> None:
         self._lock = Lock()  # the descriptor must not be closed, and its number reused, while ``set`` writes to it
-        self._reader, self._writer = os.pipe()
-        os.set_blocking(self._reader, False)
-        os.set_blocking(self._writer, False)
+        self._descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def fileno(self) -> int:
         """Return the descriptor to poll for reading; -1 after ``close``."""
-        return self._reader
+        return self._descriptor
 
     def set(self) -> None:
         """Wake the current poll, or the next one. Does nothing after ``close``."""
         with self._lock:
-            if self._writer < 0:
-                return
-            with suppress(BlockingIOError):  # the pipe is full, and so already readable
-                os.write(self._writer, b"\0")
+            if self._descriptor >= 0:
+                os.eventfd_write(self._descriptor, 1)
 
     def clear(self) -> None:
         """Make the descriptor unreadable until the next ``set``."""
         with suppress(BlockingIOError):
-            while os.read(self._reader, 65536):
-                pass
+            os.eventfd_read(self._descriptor)
 
     def close(self) -> None:
-        """Close both ends. Idempotent."""
+        """Close the descriptor. Idempotent."""
         with self._lock:
-            if self._writer >= 0:
-                os.close(self._reader)
-                os.close(self._writer)
-                self._reader = self._writer = -1
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
+                self._descriptor = -1
 
 
 def start_threads(context: zmq.Context[zmq.Socket[bytes]]) -> None:

@@ -81,13 +81,13 @@ def test_engines_that_have_gone_leave_room_for_others(handler: Handler) -> None:
 
 def test_a_wakeup_is_readable_from_set_to_clear_however_often_it_was_set() -> None:
     wakeup = Wakeup()
-    for _ in range(100_000):  # more than the pipe holds
+    for _ in range(100):
         wakeup.set()
     wakeup.clear()
     with pytest.raises(BlockingIOError):
-        os.read(wakeup.fileno(), 1)
+        os.eventfd_read(wakeup.fileno())
     wakeup.set()
-    assert os.read(wakeup.fileno(), 10) == b"\0"
+    assert os.eventfd_read(wakeup.fileno()) == 1
     wakeup.close()
     wakeup.close()
     wakeup.set()
