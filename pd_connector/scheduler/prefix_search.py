@@ -11,7 +11,8 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from pd_connector.scheduler.scheduler_role import SchedulerRole
 
@@ -19,39 +20,34 @@ if TYPE_CHECKING:
     from pd_connector.vllm.types import Request
 
 
-class _Begun(Protocol):
+@dataclass(eq=False, slots=True)
+class PrefixWork:
     """What was begun for a request: a question, or what is on its way."""
 
-    @property
-    def key(self) -> Hashable:
-        """The first block that is missing."""
-
-    @property
-    def give_up_at(self) -> float:
-        """When its request does not wait for it any longer."""
+    request: "Request"  # it may have left
+    first: int  # tokens that the device held
+    key: Hashable  # of the first block that is missing
+    give_up_at: float  # then the request does not wait for it any longer
 
 
-class _Asked(_Begun, Protocol):
-    """A question."""
+@dataclass(eq=False, slots=True)
+class Question(PrefixWork):
+    """What others have been asked for a request."""
 
-    @property
-    def answers(self) -> Collection[Future[Any]]:
-        """Those that have come, and those to come."""
-
-
-class _Brought(_Begun, Protocol):
-    """What is on its way. Its request may have left, or not wait any longer."""
-
-    @property
-    def request(self) -> "Request":
-        """For which it was begun."""
-
-    is_late: bool  # its request waits no longer
+    answers: Collection[Future[Any]]  # those that have come, and those to come
 
 
-_Work = TypeVar("_Work", bound=_Begun)
-_Question = TypeVar("_Question", bound=_Asked)
-_Way = TypeVar("_Way", bound=_Brought)
+@dataclass(eq=False, slots=True)
+class OnItsWay(PrefixWork):
+    """What is being brought."""
+
+    is_wanted: bool = field(default=True, kw_only=True)  # its contents are valid
+    is_late: bool = field(default=False, kw_only=True)  # its request waits no longer
+
+
+_Work = TypeVar("_Work", bound=PrefixWork)
+_Question = TypeVar("_Question", bound=Question)
+_Way = TypeVar("_Way", bound=OnItsWay)
 
 
 class PrefixQueue(Generic[_Work]):

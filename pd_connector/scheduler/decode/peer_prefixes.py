@@ -18,7 +18,7 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -32,7 +32,7 @@ from pd_connector.scheduler.decode.canaries import Canaries, Standing
 from pd_connector.scheduler.decode.needed_blocks import NeededBlocks
 from pd_connector.scheduler.decode.prefix_offers import offered_prefix
 from pd_connector.scheduler.decode.renewals import Renewals
-from pd_connector.scheduler.prefix_search import PrefixSearch
+from pd_connector.scheduler.prefix_search import OnItsWay, PrefixSearch, Question
 from pd_connector.scheduler.readers import Readers
 from pd_connector.scheduler.scheduler_role import ended
 from pd_connector.vllm.block_hashes import BlockHashes
@@ -60,43 +60,25 @@ _MOST_KNOWN = 1024
 _LOG_INTERVAL_S = 60.0
 
 
-@dataclass(slots=True)
-class _Asking:
-    """A request whose peers have been asked."""
-
-    request: "Request"
-    first: int  # tokens that the device holds already
-    held: int  # and host memory
+@dataclass(eq=False, slots=True)
+class _Asking(Question):
+    held: int  # tokens that the device and host memory hold
     least: int  # what a peer must hold at least, in tokens from the beginning
-    key: bytes  # hash of the first block that is missing
-    give_up_at: float
     asked: dict[Address, Future[Found]]
     hash_tokens: dict[Address, int] = field(default_factory=dict)  # of the hashes that each was sent
     again: set[Address] = field(default_factory=set)  # those that were asked once more, with other hashes
     hashes: dict[int, tuple[bytes, ...]] = field(default_factory=dict)  # of the prompt, by tokens of each
 
-    @property
-    def answers(self) -> Collection[Future[Found]]:
-        return self.asked.values()
 
-
-@dataclass(slots=True)
-class _Pulling:
-    """A prefix on its way. Its request may have left, or not wait any longer."""
-
+@dataclass(eq=False, slots=True)
+class _Pulling(OnItsWay):
     pull_id: str
-    request: "Request"
     remote: RemotePrefill
-    first: int
     end: int
-    key: bytes
-    give_up_at: float
     blocks: "Mapping[int, tuple[int, HeldBlocks]]"  # by cache group: the first entry of the table, and what is there
     before: HeldBlocks  # that hold what it extends
     beside: int  # blocks that its request needs besides, if it is computed meanwhile
     ends: RankEnds
-    is_wanted: bool = True  # its contents are valid
-    is_late: bool = False  # its request was computed
 
     @property
     def peer(self) -> Address:
@@ -254,7 +236,9 @@ class PeerPrefixes(PrefixSearch[_Asking, _Pulling]):
         if same is not None or self._queue.is_full or self._clock() >= give_up_at:
             return self._queue.wait(request.request_id, give_up_at, same)
         self._queue.asked.add(request.request_id)
-        asking = _Asking(request, computed_tokens, computed_tokens + in_host, least, key, give_up_at, {})
+        asked: dict[Address, Future[Found]] = {}
+        held = computed_tokens + in_host
+        asking = _Asking(request, computed_tokens, key, give_up_at, asked.values(), held, least, asked)
         for peer in peers:
             self._ask(asking, peer, self._peer_hash_tokens.get(peer, own_tokens))
         self._asking[request.request_id] = asking
@@ -425,7 +409,7 @@ class PeerPrefixes(PrefixSearch[_Asking, _Pulling]):
         self._renewals.keep(pull_id, remote)  # the pull may take longer than the lease lives
         self._renewals.start_reading(pull_id)
         pulling = _Pulling(
-            pull_id, request, remote, asking.first, end, asking.key, give_up_at, blocks, before, beside, RankEnds(0)
+            request, asking.first, asking.key, give_up_at, pull_id, remote, end, blocks, before, beside, RankEnds(0)
         )
         self._pulling[pull_id] = self._waiting[request.request_id] = pulling
         self._queue.begin(pulling)

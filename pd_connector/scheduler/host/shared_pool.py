@@ -36,7 +36,7 @@ from pd_connector.scheduler.compute_rate import ComputeRate
 from pd_connector.scheduler.host.pool_lookups import longest_prefix
 from pd_connector.scheduler.host.put_queue import PutQueue
 from pd_connector.scheduler.host.tier import HostTier
-from pd_connector.scheduler.prefix_search import PrefixSearch
+from pd_connector.scheduler.prefix_search import OnItsWay, PrefixSearch, Question
 from pd_connector.scheduler.scheduler_role import ended
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.block_events import group_and_hash
@@ -74,36 +74,22 @@ class _LookUp:
     answer: Future[int]  # tokens from the beginning that the pool seems to hold
 
 
-@dataclass(frozen=True, slots=True)
-class _Asking:
-    request: "Request"
-    first: int  # tokens that the device holds already
-    key: "BlockHashWithGroupId"  # of the first block that is missing
-    give_up_at: float  # sooner if its request has waited before, for peers or for others
+@dataclass(eq=False, slots=True)
+class _Asking(Question):
     look_up: _LookUp
 
-    @property
-    def answers(self) -> tuple[Future[int]]:
-        return (self.look_up.answer,)
 
+@dataclass(eq=False, slots=True)
+class _Fetch(OnItsWay):
+    """Blocks on their way to host slots."""
 
-@dataclass(slots=True)
-class _Fetch:
-    """Blocks on their way to host slots. The request may have left, or not wait any longer."""
-
-    request: "Request"
-    first: int  # tokens that the device held
     held: int  # tokens from the beginning that were found here before
-    key: "BlockHashWithGroupId"
-    give_up_at: float
     takes_s: float  # at most, to be worth it
     entries: tuple[tuple[int, int], ...]  # cache group and number of each block
     keys: BlockKeys
     hosts: HeldBlocks  # lent
     before: HeldBlocks  # that hold what comes before, lent as well
     ends: PoolEnds
-    is_wanted: bool = True  # its contents are valid
-    is_late: bool = False  # its request waits no longer
 
 
 @dataclass(slots=True)
@@ -279,7 +265,7 @@ class SharedPool(PrefixSearch[_Asking, _Fetch]):
         self._queue.asked.add(request_id)
         # What has been brought meanwhile ends elsewhere than what was looked for.
         look_up = ahead if ahead is not None and ahead.held == held else self._look_up(request, held, ends)
-        asking = _Asking(request, computed_tokens, first, give_up_at, look_up)
+        asking = _Asking(request, computed_tokens, first, give_up_at, (look_up.answer,), look_up)
         self._asking[request_id] = asking
         self._queue.begin(asking)
         self.counts["pool_prompts", "asked"] += 1
@@ -389,7 +375,7 @@ class SharedPool(PrefixSearch[_Asking, _Fetch]):
         held = asking.look_up.held
         takes_s = self._rate.seconds_for(end - held)
         fetch = _Fetch(
-            request, asking.first, held, asking.key, give_up_at, takes_s, tuple(entries), tuple(keys), hosts,
+            request, asking.first, asking.key, give_up_at, held, takes_s, tuple(entries), tuple(keys), hosts,
             before, PoolEnds(0),
         )  # fmt: skip
         order = self._order(keys, hosts, takes_s + _GRACE_S)

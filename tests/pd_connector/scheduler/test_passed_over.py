@@ -3,7 +3,7 @@
 Covers: pd_connector.scheduler.prefix_search.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 from unittest.mock import MagicMock, patch
 
@@ -12,7 +12,7 @@ import pytest
 from pd_connector.scheduler.decode.landings import Landings
 from pd_connector.scheduler.decode.peer_prefixes import PeerPrefixes
 from pd_connector.scheduler.host.shared_pool import SharedPool
-from pd_connector.scheduler.prefix_search import PrefixQueue
+from pd_connector.scheduler.prefix_search import PrefixQueue, PrefixWork
 from tests.support.simulation.prefix_engines import BLOCK, FIRST, TURN, a_holder, asker, compute, hold
 from tests.support.simulation.vllm_schedulers import ClientRequest, EngineSim, World
 
@@ -64,12 +64,9 @@ class Pool:
         return bool(self.waits.role_of(SharedPool)._fetches)
 
 
-@dataclass(frozen=True)
-class Begun:
-    """What was begun for a request."""
-
-    key: bytes
-    give_up_at: float
+def begun(key: bytes, give_up_at: float) -> PrefixWork:
+    """What was begun for a request that lacks this block."""
+    return PrefixWork(MagicMock(), 0, key, give_up_at)
 
 
 Elsewhere = Peer | Pool
@@ -257,8 +254,8 @@ def test_nobody_waits_behind_a_pull_that_is_late(world: World) -> None:
 
 def test_behind_what_is_late_nobody_waits_any_more_and_who_comes_then_looks_himself(world: World) -> None:
     """VLLM may leave the request aside for which it was begun."""
-    queue: PrefixQueue[Begun] = PrefixQueue(16, world.clock)
-    late = Begun(b"a block", world.clock.now + 0.5)
+    queue: PrefixQueue[PrefixWork] = PrefixQueue(16, world.clock)
+    late = begun(b"a block", world.clock.now + 0.5)
     queue.begin(late)
     assert queue.get(late.key, "waits") is late
     assert queue.wait("waits", world.clock.now + 1.0, late)
@@ -272,8 +269,8 @@ def test_behind_what_is_late_nobody_waits_any_more_and_who_comes_then_looks_hims
 
 
 def test_who_was_asked_for_waits_behind_nobody(world: World) -> None:
-    queue: PrefixQueue[Begun] = PrefixQueue(1, world.clock)
-    first, next_one = (Begun(key, world.clock.now + 5.0) for key in (b"a block", b"another"))
+    queue: PrefixQueue[PrefixWork] = PrefixQueue(1, world.clock)
+    first, next_one = (begun(key, world.clock.now + 5.0) for key in (b"a block", b"another"))
     queue.begin(first)
     assert queue.wait("waits", world.clock.now + 1.0)
     assert queue.is_waiting("waits")
