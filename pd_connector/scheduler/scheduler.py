@@ -124,7 +124,7 @@ class ConnectorScheduler:
         self._workers = Workers(workers_of(vllm_config))
         self._tier: HostTier | None = None  # when all workers are known
         self._moves: LeaseMoves | None = None  # if leases may move to host memory
-        self._prompt_slots: PromptSlots | None = None  # the same
+        self._prompt_slots = PromptSlots()
         self._early: dict[str, Request] = {}  # requests that came before all workers were known
         self._destinations: list[Destinations] = []  # for the next step, if vLLM is told of failures by block ids
         self._model_changes = self._asked_handshakes = 0  # since the last step
@@ -382,7 +382,7 @@ class ConnectorScheduler:
                 if self._consumer is not None:
                     landings = Landings(mode, tier, self._consumer, self._demand, len(in_order))
                     self._roles.insert(self._roles.index(self._consumer) + 1, landings)
-            if self._moves is not None and self._prompt_slots is not None:
+            if self._moves is not None:
                 self._moves.use(tier, len(in_order))
                 self._prompt_slots.use(tier)
             for request in self._early.values():
@@ -413,7 +413,6 @@ class ConnectorScheduler:
             spans=self._spans, prompts=self._prompts, writes_late=drafts_late(vllm_config), readers=self._readers,
         )  # fmt: skip
         if config.host_transfers != "off":
-            self._prompt_slots = PromptSlots()
             self._moves = LeaseMoves(
                 leases, service.checksums, self._blocks, lambda: admission.wants_blocks, self._limits.move_leases_above,
                 self._clock,

@@ -110,7 +110,7 @@ class Announcer:
         self._drafts_late = drafts_late
         self._last_steps: dict[str, int] = {}  # if so: the number of the last step of each request
         self._unwritten: dict[int, list[str]] = {}  # leases that are complete when a step has been reported
-        self._slots = slots
+        self._slots = slots or PromptSlots()
         self._unproven = unproven
         self._given: list[str] = []  # requests that vLLM has given blocks since the last step
         self._service, self._transfers = service, service.transfers
@@ -169,7 +169,7 @@ class Announcer:
 
     def allocated(self, request: "Request") -> None:
         """Note that a request was given its blocks, into which it may be loaded before its first step."""
-        if request.request_id in self._named and self._slots is not None:
+        if request.request_id in self._named:
             self._given.append(request.request_id)
 
     def schedule(self, scheduled: Mapping[str, int]) -> tuple[int, ...]:
@@ -251,8 +251,7 @@ class Announcer:
     def finish(self, request: "Request", *, is_granted: bool) -> None:
         """Forget a request. Without a lease, those who follow its prompt are told how it ended."""
         self._leave(request)
-        if self._slots is not None:  # unless its lease has them
-            self._slots.end(request.request_id)
+        self._slots.end(request.request_id)  # unless its lease has them
         self._last_steps.pop(request.request_id, None)
         self._unwanted.discard(request.request_id)
         self._begun.pop(request.request_id, None)
@@ -281,9 +280,8 @@ class Announcer:
         assert self._reports.keys() <= self._steps.keys(), "a step has been reported that nobody asked for"
         assert self._unwritten.keys() <= self._steps.keys(), "a lease would never be written"
         assert not self._news, "those who wait for news were not told"
-        if self._slots is not None:
-            assert self._slots.request_ids <= self._named.keys(), "slots are lent for a prompt that is not announced"
-            self._slots.check_integrity()
+        assert self._slots.request_ids <= self._named.keys(), "slots are lent for a prompt that is not announced"
+        self._slots.check_integrity()
 
     def _schedule(
         self, named: _Named, scheduled: Mapping[str, int], writers: Callable[[], _Writers | None]
@@ -315,8 +313,7 @@ class Announcer:
         named.preemptions, named.attempt = named.request.num_preemptions, named.attempt + 1
         named.end = named.loaded = 0
         self._begun.pop(request_id, None)
-        if self._slots is not None:
-            self._slots.end(request_id)
+        self._slots.end(request_id)
         self._transfers.start_over(named.transfer_id)
         self._counts["transfers", "restarted"] += 1
         self._news[named.transfer_id] = None
@@ -326,7 +323,7 @@ class Announcer:
         given, self._given = self._given, []
         for named in [self._named[each] for each in given if each in self._named]:
             request_id = named.request.request_id
-            if self._slots is None or not self._slots.is_loading(request_id):
+            if not self._slots.is_loading(request_id):
                 continue
             if named.loaded:
                 self._start_over(named)  # it has lost the blocks into which it was loaded before

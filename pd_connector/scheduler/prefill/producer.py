@@ -102,7 +102,7 @@ class Producer(SchedulerRole):
         self._moves = moves
         self._states = states
         self._server = ControlServer(service, host, port, keys=keys)
-        self._slots = slots
+        self._slots = slots = slots or PromptSlots()
         self._external = external
         self._announcer = Announcer(
             service, blocks, self.counts, steps_in_flight, slots, external.unproven, drafts_late=drafts_late
@@ -284,8 +284,7 @@ class Producer(SchedulerRole):
     def _grant(self, request: "VllmRequest", block_ids: Sequence[Sequence[int]]) -> dict[str, Any]:
         unfinished = partial(self._announcer.being_written, besides=request)
         block_ids, blocks = self._states.hold(request, block_ids, unfinished)
-        hosts = self._slots.hand_over(request.request_id) if self._slots is not None else ()
-        held = Leased(blocks, hosts)
+        held = Leased(blocks, self._slots.hand_over(request.request_id))
         transfer_id = self._announcer.transfer_id(request.request_id)
         step = self._announcer.unreported_step(request.request_id)
         params = self._service.grant(
