@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from transfer.control.failures import AuthenticationFailed, ClientClosed, PeerRefused, PeerUnreachable, TooManyPeers
+from transfer.control.failures import ClientClosed, PeerRefused, PeerUnreachable, TooManyPeers
 from transfer.control.keys import ControlKeys
 from transfer.control.limits import ThrottledWarnings
 from transfer.control.look_ups import Resolved
@@ -204,10 +204,7 @@ class ClientLoop:
         self._pending[pending.message_id] = pending
         try:
             peer = self._peers.get(pending.address)
-        except PeerNotAllowed as error:
-            self.counters.not_allowed += 1
-            self._settle(pending, error)
-        except TooManyPeers as error:
+        except (PeerNotAllowed, TooManyPeers) as error:
             self._settle(pending, error)
         except zmq.ZMQError as error:
             self._settle(pending, pending.unreachable(f"no socket: {error}"))
@@ -278,10 +275,6 @@ class ClientLoop:
     def _give_up_peer(self, peer: PeerSocket, failure: TransferError | str) -> None:
         for message_id in list(peer.unanswered):
             pending = self._pending[message_id]
-            if isinstance(failure, AuthenticationFailed):
-                self.counters.authentication_failures += 1
-            elif isinstance(failure, PeerNotAllowed):
-                self.counters.not_allowed += 1
             # Each future gets its own exception, because exceptions keep tracebacks.
             own = type(failure)(str(failure)) if isinstance(failure, TransferError) else pending.unreachable(failure)
             self._settle(pending, own)

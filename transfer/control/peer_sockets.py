@@ -110,8 +110,6 @@ class ClientCounters(msgspec.Struct):
     requests: int = 0  # taken from the inbox
     sent: int = 0  # frames handed to a connection, including resends
     answered: int = 0
-    authentication_failures: int = 0  # the secrets differ, or only one side has one
-    not_allowed: int = 0  # the peer may not be contacted
     malformed_replies: int = 0  # ignored: not a message of this protocol, or of the wrong type for the request
     late_replies: int = 0  # ignored: the request was already answered, cancelled or timed out
     peers_opened: int = 0  # sockets made

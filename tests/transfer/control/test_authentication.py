@@ -81,7 +81,6 @@ def test_unequal_secrets_are_refused_within_seconds_and_the_cause_is_named(
         AuthenticationFailed, match=rf"{HERE}:{server.port}.*{cause}.*secret_file or PD_CONNECTOR_SECRET"
     ):
         client.request(HERE, server.port, HELLO, 60).result(30)  # long before the request's own time is out
-    assert client.counters.authentication_failures == 1
     assert handler.asked == []
     until(lambda: server.counters.refusals["authentication"] + server.counters.refusals["handshake"] > 0)
     until(lambda: server.counters.admission.connections == 0)
