@@ -99,12 +99,7 @@ class HostBlockPool:
         """Create an empty pool of ``slots`` host blocks beside the blocks that ``device`` manages.
 
         ``lookahead``: how many of the blocks that vLLM evicts next ``eviction_candidates`` covers; 0 if it is not used.
-
-        Raises:
-            ValueError: vLLM's prefix caching is off.
         """
-        if not device.enable_caching:
-            raise ValueError("vLLM's prefix caching is off, but host memory needs it to find blocks")
         self._device = device
         self._release = current()
         self._coordinator = self._release.host_coordinator(vllm_config, device, slots)

@@ -87,13 +87,6 @@ def test_what_is_taken_was_least_recently_used_and_is_found_no_more() -> None:
     bench.pool.check_integrity()
 
 
-def test_a_device_without_prefix_caching_is_refused() -> None:
-    bench = Bench()
-    bench.manager.enable_caching = False
-    with pytest.raises(ValueError, match="prefix caching is off"):
-        make_pool(bench.setup, bench.manager)
-
-
 def test_a_block_is_found_only_when_it_is_published() -> None:
     bench = Bench()
     request = bench.computed("r", said(13))
