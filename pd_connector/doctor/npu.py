@@ -116,7 +116,4 @@ def batched_copies() -> str:
 
 
 #: None of them needs another; all need ``device``.
-CHECKS: tuple[tuple[str, Check], ...] = (
-    ("ACL functions", runtime_functions),
-    ("batched copies", batched_copies),
-)
+CHECKS: tuple[tuple[str, Check], ...] = (("ACL functions", runtime_functions), ("batched copies", batched_copies))

@@ -53,13 +53,7 @@ def allow_connections() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-def check_settings(
-    config: ConnectorConfig,
-    role: EngineRole,
-    vllm_config: "VllmConfig",
-    *,
-    unshared: str = "",
-) -> None:
+def check_settings(config: ConnectorConfig, role: EngineRole, vllm_config: "VllmConfig", *, unshared: str = "") -> None:
     """Raise ConfigError if settings ask for what this engine cannot do; warn if a recipe's keys contradict it.
 
     ``unshared``: see ``unshared_prefixes``.
@@ -105,11 +99,7 @@ def say_if_prompts_only(interval: int | None, groups: Sequence[Retention]) -> No
 def _warn_of_idle_settings(config: ConnectorConfig, role: EngineRole, vllm_config: "VllmConfig") -> None:
     """Log a warning for each setting that was given and changes nothing here, where that may surprise."""
     for setting, is_idle, why in (
-        (
-            "allowed_peers",
-            not role.reads,
-            "this engine contacts nobody; it does not limit who may connect here",
-        ),
+        ("allowed_peers", not role.reads, "this engine contacts nobody; it does not limit who may connect here"),
         ("bootstrap_port", not role.produces, "only engines of kv_role kv_producer or kv_both answer routers"),
         ("cpu_store", not config.cpu_bytes_to_use, "cpu_bytes_to_use is 0"),
         ("drain_timeout_s", not stop_timeout_s(vllm_config), "without --shutdown-timeout, vLLM stops at once"),

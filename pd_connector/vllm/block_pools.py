@@ -89,13 +89,7 @@ class HostBlockPool:
     found by the same key.
     """
 
-    def __init__(
-        self,
-        vllm_config: "VllmConfig",
-        device: "KVCacheManager",
-        slots: int,
-        lookahead: int = 0,
-    ) -> None:
+    def __init__(self, vllm_config: "VllmConfig", device: "KVCacheManager", slots: int, lookahead: int = 0) -> None:
         """Create an empty pool of ``slots`` host blocks beside the blocks that ``device`` manages.
 
         ``lookahead``: how many of the blocks that vLLM evicts next ``eviction_candidates`` covers; 0 if it is not used.

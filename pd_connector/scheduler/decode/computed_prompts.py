@@ -24,10 +24,7 @@ class ComputedPrompts:
     """Finds the cause, and logs what a user can change. Belongs to the scheduler's thread."""
 
     def __init__(
-        self,
-        needed: NeededBlocks,
-        groups: Sequence[Retention],
-        is_untried: "Callable[[Request, RemotePrefill], bool]",
+        self, needed: NeededBlocks, groups: Sequence[Retention], is_untried: "Callable[[Request, RemotePrefill], bool]"
     ) -> None:
         """Take what is pulled at all.
 

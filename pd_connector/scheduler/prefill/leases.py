@@ -130,11 +130,7 @@ class LeaseTable(Generic[Held]):
     """
 
     def __init__(
-        self,
-        ttl_s: float,
-        clock: Callable[[], float],
-        max_age_s: float = math.inf,
-        unclaimed_s: float = 0.0,
+        self, ttl_s: float, clock: Callable[[], float], max_age_s: float = math.inf, unclaimed_s: float = 0.0
     ) -> None:
         """Start without leases.
 

@@ -31,10 +31,7 @@ logger = logging.getLogger(__name__)
 
 LIBRARY = "libascendcl.so"
 
-_KINDS = {
-    Direction.HOST_TO_DEVICE: abi.MEMCPY_HOST_TO_DEVICE,
-    Direction.DEVICE_TO_HOST: abi.MEMCPY_DEVICE_TO_HOST,
-}
+_KINDS = {Direction.HOST_TO_DEVICE: abi.MEMCPY_HOST_TO_DEVICE, Direction.DEVICE_TO_HOST: abi.MEMCPY_DEVICE_TO_HOST}
 
 #: What it means if the library lacks a function.
 _OTHERWISE = "it is not CANN's, or too old. CANN 8.0 or newer is needed"

@@ -47,10 +47,7 @@ class BatchCopier:
             raise CopierStartError(f"{name} cannot start: {self._start_error}") from self._start_error
 
     def submit(
-        self,
-        copies: Copies | Callable[[], Copies],
-        after: DeviceEvent | None = None,
-        within: CopyBounds | None = None,
+        self, copies: Copies | Callable[[], Copies], after: DeviceEvent | None = None, within: CopyBounds | None = None
     ) -> Handle:
         """Start a batch once ``after`` has completed; None means that sources and destinations are ready now.
 
