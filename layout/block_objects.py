@@ -46,7 +46,6 @@ class ObjectPart:
 class ObjectForm:
     """The objects of a block of one cache group that hold the same layers. Made by ``object_forms``."""
 
-    group: int
     digest: str  # equal for equal objects, whatever the tensor parallel size
     parts: tuple[ObjectPart, ...]
     share_heads: int  # heads in an object
@@ -75,10 +74,10 @@ def object_forms(geometry: WorkerGeometry) -> tuple[tuple[ObjectForm, ...], ...]
         ObjectError: ranks share tokens, a share of heads lies on two ranks, or it is not known how many heads there
             are.
     """
-    return tuple(_forms(number, group, geometry) for number, group in enumerate(geometry.groups))
+    return tuple(_forms(group, geometry) for group in geometry.groups)
 
 
-def _forms(number: int, group: CacheGroup, geometry: WorkerGeometry) -> tuple[ObjectForm, ...]:
+def _forms(group: CacheGroup, geometry: WorkerGeometry) -> tuple[ObjectForm, ...]:
     # Drafts are apart, because an engine may do without.
     alike: dict[tuple[int, int, int, bool], list[Plane]] = defaultdict(list)
     for plane in group.planes:
@@ -90,10 +89,10 @@ def _forms(number: int, group: CacheGroup, geometry: WorkerGeometry) -> tuple[Ob
         if not total:
             raise ObjectError(f"it is not known how many heads layer {plane.layers[0]!r} has over all ranks")
         alike[total, plane.head_start, plane.heads, plane.optional].append(plane)
-    return tuple(_form(number, group, planes, key[0], geometry) for key, planes in sorted(alike.items()))
+    return tuple(_form(group, planes, key[0], geometry) for key, planes in sorted(alike.items()))
 
 
-def _form(number: int, group: CacheGroup, planes: Sequence[Plane], total: int, geometry: WorkerGeometry) -> ObjectForm:
+def _form(group: CacheGroup, planes: Sequence[Plane], total: int, geometry: WorkerGeometry) -> ObjectForm:
     first = planes[0]
     shares = total if total <= MOST_SHARES else math.gcd(total, MOST_SHARES)
     heads = total // shares
@@ -119,7 +118,7 @@ def _form(number: int, group: CacheGroup, planes: Sequence[Plane], total: int, g
     copies = max(1, geometry.tp_size * first.heads // total)  # neighbouring tensor parallel ranks hold the same
     holder = geometry.pcp_rank * copies + geometry.tp_rank % copies
     return ObjectForm(
-        number, digest, tuple(parts), heads, first.head_start // heads, first.heads // heads, offset,
+        digest, tuple(parts), heads, first.head_start // heads, first.heads // heads, offset,
         copies * geometry.pcp_size, holder,
     )  # fmt: skip
 

@@ -194,24 +194,15 @@ class ControlServer:
     @property
     def port(self) -> int:
         """The port that was bound."""
-        return self._bound.port
-
-    @property
-    def endpoint(self) -> str:
-        """The bound address as a ZeroMQ endpoint, e.g. ``tcp://[::1]:5555``."""
-        return self._bound.endpoint
+        if self._address is None:
+            raise RuntimeError("the control server has no port before start()")
+        return self._address.port
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the thread's state is inconsistent. Call before ``start`` or after ``close``."""
         self._waiting.check_integrity()
         if self._admission is not None:
             self._admission.check_integrity()
-
-    @property
-    def _bound(self) -> Address:
-        if self._address is None:
-            raise RuntimeError("the control server has no address before start()")
-        return self._address
 
     def _bind(self, context: zmq.Context[zmq.Socket[bytes]], address: Address) -> tuple[zmq.Socket[bytes], Admission]:
         socket = context.socket(zmq.ROUTER)

@@ -5,7 +5,6 @@ batches are watched until their counters say that they are final. A worker threa
 to the peer that does not answer; interrupting that call lets it go on.
 """
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,8 +13,6 @@ from contextlib import suppress
 from transfer.engine.interface import ReadFailed
 from transfer.engine.mooncake_batches import ReadBatch
 from transfer.engine.mooncake_native import NativeEngine
-
-logger = logging.getLogger(__name__)
 
 _SHORTEST_LOOK_S = 0.001
 _LONGEST_LOOK_S = 0.05

@@ -25,7 +25,6 @@ BorderBlocks: TypeAlias = "Sequence[tuple[int, int, KVCacheBlock]]"
 class LandedPrompt:
     """A prompt in host blocks that are lent."""
 
-    request: "Request"  # for which it has landed
     hit: HostHit
     first_token: int  # that vLLM was last told of
 
@@ -48,7 +47,7 @@ class LandedPrompts:
         self._pool.publish_landed(request, hit, first_token)
         for group, entry, host in borders:
             self._pool.publish_at(request, group, entry, (host,))
-        self._waiting[request.request_id] = LandedPrompt(request, hit, hit.first_token)
+        self._waiting[request.request_id] = LandedPrompt(hit, hit.first_token)
 
     def tokens(self, request: "Request", computed_tokens: int) -> int | None:
         """Return how many tokens beyond ``computed_tokens`` have landed for a request; None if nothing of use has.

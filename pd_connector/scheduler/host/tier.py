@@ -13,7 +13,6 @@ Of a load only the host blocks are, because vLLM keeps the device blocks for the
 only when its store has ended on every rank. Everything runs on the scheduler's thread.
 """
 
-import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,8 +28,6 @@ from pd_connector.vllm.block_pools import BlockKeys, Candidate, HostBlockPool, H
 
 if TYPE_CHECKING:
     from pd_connector.vllm.types import BlockHashWithGroupId, KVCacheBlock, KVCacheBlocks, KVCacheEvent, Request
-
-logger = logging.getLogger(__name__)
 
 StoreMode = Literal["eager", "lazy"]
 

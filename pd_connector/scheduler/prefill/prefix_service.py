@@ -9,7 +9,6 @@ It lies on the device or, if that has more of it, in host memory as a whole. Wha
 offered.
 """
 
-import logging
 import threading
 import time
 from collections import Counter
@@ -31,8 +30,6 @@ from transfer.control.waiting_requests import NotYet
 if TYPE_CHECKING:
     from pd_connector.vllm.block_pools import HostBlockPool
     from pd_connector.vllm.types import BlockHash, KVCacheBlock
-
-logger = logging.getLogger(__name__)
 
 #: Share of the blocks that stay free of leases over prefixes: of an engine that decodes, requests grow into them.
 _SPARE = 0.1

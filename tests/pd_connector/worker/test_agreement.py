@@ -403,8 +403,8 @@ def a_plane(part: str, packing: str = "") -> Plane:
 
 def test_the_tokens_that_both_sides_hold_are_compared() -> None:
     data = np.arange(2 * 8 * 2 * 12, dtype=np.uint8).reshape(2, 8, 2, 12)
-    ours = PlaneValues(0, data, np.array([True] * 5 + [False] * 3))
-    theirs = PlaneValues(0, 255 - data, np.array([False] + [True] * 6 + [False]))
+    ours = PlaneValues(data, np.array([True] * 5 + [False] * 3))
+    theirs = PlaneValues(255 - data, np.array([False] + [True] * 6 + [False]))
     samples = list(plane_samples(a_plane("v"), "bfloat16", {"a": 0, "b": 1}, ours, theirs))
     assert [(sample.layer, sample.depth, sample.part) for sample in samples] == [("b", 1, "v"), ("a", 0, "v")]
     for number, sample in enumerate(samples):
@@ -418,7 +418,7 @@ def test_k_and_v_of_a_kernels_own_order_are_compared_apart() -> None:
     blocks[..., :24], blocks[..., 24:] = 7, 9
     blocks += np.arange(2, dtype=np.uint8)[:, None, None] * 16 + np.arange(2, dtype=np.uint8)[:, None] * 32
     rows = blocks.reshape(2, 2, 2, 4, 12).transpose(0, 1, 3, 2, 4).reshape(2, 8, 2, 12)
-    values = PlaneValues(0, rows, np.ones(8, np.bool_))
+    values = PlaneValues(rows, np.ones(8, np.bool_))
     samples = list(plane_samples(a_plane("kv", "cpu-1234"), "bfloat16", {"a": 0, "b": 1}, values, values))
     assert [(sample.layer, sample.part, sample.computed.shape) for sample in samples] == [
         (layer, part, (8, 2, 6)) for layer in "ba" for part in "kv"
@@ -432,6 +432,6 @@ def test_k_and_v_of_a_kernels_own_order_are_compared_apart() -> None:
 
 
 def test_what_nobody_knows_is_left_whole() -> None:
-    values = PlaneValues(0, np.zeros((2, 8, 2, 12), np.uint8), np.ones(8, np.bool_))
+    values = PlaneValues(np.zeros((2, 8, 2, 12), np.uint8), np.ones(8, np.bool_))
     samples = list(plane_samples(a_plane("kv", "sparse_indexer"), "bytes", {"a": 0, "b": 1}, values, values))
     assert [(sample.part, sample.computed.shape) for sample in samples] == 2 * [("kv", (8, 2, 12))]

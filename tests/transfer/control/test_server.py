@@ -18,7 +18,6 @@ from transfer.control.server import ControlServer
 
 def test_port_0_lets_the_os_choose(server: ControlServer) -> None:
     assert server.port > 0
-    assert server.endpoint == f"tcp://127.0.0.1:{server.port}"
 
 
 def test_the_handler_is_called_on_the_servers_thread(
@@ -33,7 +32,6 @@ def test_the_handler_is_called_on_the_servers_thread(
 def test_ipv6(host: str, handler: Handler, client: ControlClient) -> None:
     server = ControlServer(handler, host)
     server.start()
-    assert server.endpoint == f"tcp://[::1]:{server.port}"
     assert client.request(host, server.port, HELLO, 5).result() == WELCOME
     server.close()
 
@@ -41,8 +39,7 @@ def test_ipv6(host: str, handler: Handler, client: ControlClient) -> None:
 def test_a_host_name_is_bound_at_its_address(handler: Handler, client: ControlClient) -> None:
     server = ControlServer(handler, "localhost")
     server.start()
-    assert server.endpoint == f"tcp://127.0.0.1:{server.port}"
-    assert client.request("localhost", server.port, HELLO, 5).result() == WELCOME
+    assert client.request("127.0.0.1", server.port, HELLO, 5).result() == WELCOME
     server.close()
 
 

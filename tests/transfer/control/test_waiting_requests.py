@@ -316,7 +316,7 @@ def test_a_peer_that_has_left_is_answered_into_the_void(start: Start, client: Co
     server = start()
     context = zmq.Context()
     with closing(context.socket(zmq.DEALER)) as socket:
-        socket.connect(server.endpoint)
+        socket.connect(f"tcp://127.0.0.1:{server.port}")
         socket.send(encode(7, follow()))
         until(lambda: board.asked)
         answer = client.request("127.0.0.1", server.port, follow(), 60)

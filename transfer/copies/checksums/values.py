@@ -24,7 +24,6 @@ class PlaneValues:
     the same place in every plane of the same packing.
     """
 
-    first_token: int
     data: UInt8Array  # [layers, tokens, heads, content * item_size]; 0 where a token is not held
     held: npt.NDArray[np.bool_]  # [tokens]
 
@@ -51,7 +50,6 @@ def read_values(
     starts = np.arange(begin, max(begin, end), dtype=np.int64) * size
     tokens = max(0, end_token - first_token)
     values = PlaneValues(
-        first_token,
         np.zeros((len(plane.layers), tokens, plane.heads, plane.content * plane.item_size), np.uint8),
         np.zeros(tokens, np.bool_),
     )

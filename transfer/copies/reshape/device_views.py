@@ -64,10 +64,6 @@ class DeviceViews:
         self.views = tuple(views)
         self.starts: Int64Array = np.array([view.data_ptr() for view in views], np.int64)
 
-    def numbers(self, addresses: Int64Array) -> Int64Array:
-        """Return the number of the view of each address, which must lie in one of the storages. Shape [n]."""
-        return np.searchsorted(self.starts, addresses, side="right") - 1
-
 
 def mapped_segments(device: torch.device) -> list[Region]:
     """Return the segments of mapped memory that PyTorch's allocator holds on ``device``; none on the CPU."""

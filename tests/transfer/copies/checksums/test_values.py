@@ -46,7 +46,6 @@ def assert_as_the_oracle_says(rank: Rank, tables: Sequence[Table], first: int, e
         expected[:, [token - first for token in present]] = wanted.reshape(
             *wanted.shape[:3], read.data.shape[3]
         ).swapaxes(0, 1)
-        assert read.first_token == first
         assert (np.flatnonzero(read.held) + first).tolist() == present
         np.testing.assert_array_equal(read.data, expected)
 
