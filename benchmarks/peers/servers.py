@@ -101,7 +101,8 @@ class Fleet:
         self.failures = {}
         fresh = [key for key in wanted if key not in self._started]
         for key in sorted({key for key, _ in fresh} - set(self._ports)):
-            self._ports[key] = Ports(*free_ports(2, HOST), *(host for host, _ in self._places.values()))
+            first, second = free_ports(2, HOST)
+            self._ports[key] = Ports(first, second, *(host for host, _ in self._places.values()))
         for one, port in zip(fresh, free_ports(len(fresh), HOST), strict=True):
             self._start(wanted[one][0], one[1], wanted[one][1], port)
         self._wait()
