@@ -3,8 +3,9 @@
 import logging
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any, ClassVar, Literal
 
 from pd_connector.orders import Cause, Orders, PullOrder, RankEnds, RefuseOrder, Report
 from pd_connector.params import EngineAddress
@@ -37,7 +38,12 @@ class Pulls(WorkerRole):
 
     There is a session for each pair of engine id and address. Both come from clients: a wrong address must not divert
     the pulls of requests that name the right one.
+
+    Requests of vLLM wait for some pulls. How others end goes to the scheduler side with the reports.
     """
+
+    #: The name of these others in a step's ``Orders``, and that of their ends in a ``Report``.
+    unawaited: ClassVar[Literal["borders", "landings", "prefixes"]] = "borders"
 
     def __init__(
         self,
@@ -58,32 +64,65 @@ class Pulls(WorkerRole):
         self._sessions: dict[EngineAddress, PeerSession] = {}
         self._retired: list[PeerSession] = []  # that finish their pulls, and get no more
         self._closing: list[PeerSession] = []
-        self._outstanding: set[str] = set()
-        self._borders: set[str] = set()  # those that are outstanding of which no request waits for the end
-        self._border_ends: dict[str, RankEnds] = {}  # since the last report
+        self._outstanding: dict[str, bool] = {}  # whether a request waits for the end, by id
+        self._ends: list[PullEnd] = []  # for which requests wait, since the last ``take_ends``
+        self._reported: dict[str, RankEnds] = {}  # the others, since the last report
 
     def execute(self, orders: Orders) -> list[str]:
         """Start the pulls, and fail the requests that cannot be pulled."""
         if orders.model_changes:
             self._forget_peers()
         for refusal in orders.refusals:
-            self._outstanding.add(refusal.request_id)
+            self._outstanding[refusal.request_id] = True
             self._refuse(refusal, is_told=self._context.reader > 0)
-        self._borders |= {pull.request_id for pull in orders.borders}
-        for pull in (*orders.pulls, *orders.borders):
-            self._submit(pull)
+        for is_awaited, pulls in ((True, orders.pulls), (False, getattr(orders, self.unawaited))):
+            for pull in pulls:
+                self._outstanding[pull.request_id] = is_awaited
+                self._submit(pull)
         return [order.request_id for order in orders.refusals] + [order.request_id for order in orders.pulls]
 
     def take_ends(self) -> list[PullEnd]:
-        """Return the pulls that have ended and settled since the last call, each exactly once. Borders are reported.
+        """Return the pulls that requests wait for and that have ended and settled since the last call, each once.
 
         Raises:
             UnsettledReadError: nothing proves that the reads of a pull write no more.
         """
+        self._collect()
+        ends, self._ends = self._ends, []
+        return ends
+
+    def take_report(self) -> Report:
+        """Return the others that have ended and settled since the last call.
+
+        Raises:
+            UnsettledReadError: as in ``take_ends``.
+        """
+        self._collect()
+        ends, self._reported = self._reported, {}
+        return self._report(ends)
+
+    def abandoned(self) -> Report:
+        """Return the others that have not been reported, as failed, after ``join``: nothing is written any more."""
+        lost = self._reported.keys() | {each for each, is_awaited in self._outstanding.items() if not is_awaited}
+        self._outstanding = {each: True for each, is_awaited in self._outstanding.items() if is_awaited}
+        self._reported = {}
+        return self._report(dict.fromkeys(lost, RankEnds(1, failed=True)))
+
+    def note(self, end: PullEnd) -> None:
+        """Count a pull that has ended and for which no request waits; log if it has failed."""
+        end.count_bytes(self._stats)
+        if end.failure:  # nothing but later hits depends on it
+            logger.warning("PDConnector: states for later prefix hits were not pulled: %s", end.failure)
+
+    def _report(self, ends: Mapping[str, RankEnds]) -> Report:
+        named: dict[str, Any] = {self.unawaited: ends}
+        return Report(**named)
+
+    def _collect(self) -> None:
+        """Take up what has ended and settled."""
         if (now := time.monotonic()) >= self._sweep_at:
             self._sweep_at = now + _SWEEP_S
             self._close_idle_sessions(self._peer_idle_s)
-        ends = []
         while not self._ended.empty():
             end = self._ended.get_nowait()
             if isinstance(end, UnsettledPull):
@@ -94,40 +133,19 @@ class Pulls(WorkerRole):
                     f"blocks are not written any more; the worker ends: {end.reason}"
                 )
             else:
-                ends.append(end)
-        ends += self._quarantine.take_settled()
-        return [end for end in ends if self._is_outstanding(end) and not self._is_of_borders(end)]
+                self._settle(end)
+        for end in self._quarantine.take_settled():
+            self._settle(end)
 
-    def take_report(self) -> Report:
-        """Return the pulls of borders that ``take_ends`` has found to have ended."""
-        ends, self._border_ends = self._border_ends, {}
-        return Report(borders=ends)
-
-    def abandoned(self) -> Report:
-        """Return the pulls of borders that have not ended, as failed, after ``join``."""
-        failed = dict.fromkeys(self._borders, RankEnds(1, failed=True))
-        self._outstanding -= self._borders
-        self._borders.clear()
-        return self.take_report() + Report(borders=failed)
-
-    def _is_of_borders(self, end: PullEnd) -> bool:
-        """Return whether a pull is of borders; note how it has ended if so. Nothing but later hits depends on it."""
-        if end.request_id not in self._borders:
-            return False
-        self._borders.discard(end.request_id)
-        self._border_ends[end.request_id] = RankEnds(1, bool(end.failure), end.lacking_states)
-        end.count_bytes(self._stats)
-        if end.failure:
-            logger.warning("PDConnector: states for later prefix hits were not pulled: %s", end.failure)
-        return True
-
-    def _is_outstanding(self, end: PullEnd) -> bool:
-        if end.request_id in self._outstanding:
-            self._outstanding.discard(end.request_id)
-            return True
-        # An id that vLLM's scheduler does not know would crash the engine.
-        logger.error("PDConnector: ignored that request %s settled twice, which is a bug", end.request_id)
-        return False
+    def _settle(self, end: PullEnd) -> None:
+        is_awaited = self._outstanding.pop(end.request_id, None)
+        if is_awaited is None:  # an id that vLLM's scheduler does not know would crash the engine
+            logger.error("PDConnector: ignored that request %s settled twice, which is a bug", end.request_id)
+        elif is_awaited:
+            self._ends.append(end)
+        else:
+            self.note(end)
+            self._reported[end.request_id] = RankEnds(1, bool(end.failure), end.lacking_states)
 
     def close(self) -> None:
         """Close all sessions after their current read, without waiting. Outstanding pulls are not reported."""
@@ -168,7 +186,6 @@ class Pulls(WorkerRole):
         self._quarantine.check_integrity()
 
     def _submit(self, order: PullOrder) -> None:
-        self._outstanding.add(order.request_id)
         try:
             session = self._session(order)
         except RuntimeError as error:  # the system has no thread left

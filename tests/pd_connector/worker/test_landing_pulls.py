@@ -76,7 +76,7 @@ def test_landings_that_have_not_ended_when_the_engine_sleeps_have_failed(hosts: 
 def test_a_landing_of_which_the_prefill_engine_lacks_a_state_says_so(hosts: list[HostMemory]) -> None:
     landings = hosts[0].landings
     for end in (PullEnd("r", lacking_states=frozenset({(1, 4)})), PullEnd("s")):
-        landings._outstanding.add(end.request_id)
+        landings._outstanding[end.request_id] = False
         landings._ended.put(end)
     ends = landings.take_report().landings
     lacking = frozenset({(1, 4)})

@@ -75,7 +75,7 @@ def test_pulls_for_others_are_left_to_others(puller: Puller, site: Site) -> None
 
 def test_what_lacked_states_is_said_by_how_it_ended_and_remembered_nowhere(puller: Puller) -> None:
     pulls = puller.prefixes
-    pulls._outstanding.add("prefix")
+    pulls._outstanding["prefix"] = False
     pulls._ended.put(PullEnd("prefix", lacking_states=frozenset({(1, 0)})))
     assert puller.end().prefixes == {"prefix": RankEnds(1, lacking_states=frozenset({(1, 0)}))}
     assert not pulls.take_report()
