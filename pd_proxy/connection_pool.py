@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 
 #: Idle connections are given up before vLLM's HTTP server gives them up (5 s).
 _IDLE_CONNECTION_S = 2.0
+#: No request is sent over one that is older: behind a load balancer, it stays with one of several servers. So a new one
+#: soon gets requests, and one that leaves gets none by the time it stops, which in Kubernetes ``preStop`` puts off.
+_OLDEST_S = 5.0
 #: In so many parts a time limit passes: a loop that is held up loses one.
 _TICKS = 10
 #: How often a request that was not taken is sent. One that was reset has met a server that was just closing.
@@ -165,28 +168,31 @@ class Connections:
 
 
 class _Connector(aiohttp.TCPConnector):
-    """Opens connections within a time limit, and hands out none that its server has closed."""
+    """Opens connections within a time limit, and hands out none that is old, or that its server has closed."""
 
     def __init__(self, timeout_s: float, **options: Any) -> None:
         super().__init__(**options)
         self._timeout_s = timeout_s
-        self._used = weakref.WeakSet[Any]()  # protocols of connections that have been handed out
+        self._used = weakref.WeakKeyDictionary[Any, float]()  # protocols, since when, by the loop's clock
 
     async def connect(
         self, req: aiohttp.ClientRequest, traces: "list[aiohttp.tracing.Trace]", timeout: aiohttp.ClientTimeout
     ) -> "aiohttp.connector.Connection":
         # The event loop may not have seen the end of an idle connection: while it is busy, it sees nothing.
-        while _is_closed(connection := await super().connect(req, traces, timeout)):
+        while _is_closed(connection := await super().connect(req, traces, timeout)) or self._is_old(connection):
             is_new = connection.protocol not in self._used
             connection.close()
             if is_new:
                 raise ClosedAtOnce(errno.ECONNRESET, "closed before anything was sent")
-        self._used.add(connection.protocol)
+        self._used.setdefault(connection.protocol, self._loop.time())
         transport = connection.transport
         assert transport is not None
         # A transport that is closed waits until all is written, which a server that does not read leaves undone.
         connection.add_callback(lambda: transport.abort() if transport.get_write_buffer_size() else None)
         return connection
+
+    def _is_old(self, connection: "aiohttp.connector.Connection") -> bool:
+        return self._loop.time() - self._used.get(connection.protocol, self._loop.time()) > _OLDEST_S
 
     async def _create_connection(
         self, req: aiohttp.ClientRequest, traces: "list[aiohttp.tracing.Trace]", timeout: aiohttp.ClientTimeout
@@ -242,10 +248,7 @@ class _Turns:
 
     def _tick(self) -> None:
         self.left -= 1
-        if self.left:
-            self.__enter__()
-        else:
-            self._action()
+        (self.__enter__ if self.left else self._action)()
 
 
 def _reset_of(lost: asyncio.Future[None]) -> BaseException | None:

@@ -232,6 +232,7 @@ Examples (``examples/``):
     otlp                    a collector of OpenTelemetry traces
     examples.harness        owners of fake servers, clients that leave, processes of a proxy
     examples.fake_servers   small HTTP servers in the place of vLLM, which misbehave on request
+    examples.balancer       several of them behind one URL, each connection with the next
     examples.minimal        the router in one file as a process, between two of them
     examples.served_proxy   the full proxy in front of such servers, in this process
     examples.moving         decode servers that go on with each other's answers, and a proxy that has them do so
