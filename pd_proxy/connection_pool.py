@@ -15,7 +15,7 @@ import select
 import socket
 import weakref
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from io import BytesIO
 from typing import Any, Self
 
@@ -46,6 +46,8 @@ _REQUEST_FILES = 3
 _ENOUGH_REQUESTS = 1000
 #: A peer whose machine has vanished says nothing more: after 30 s of silence, and 3 probes in 30 s, it has gone.
 _PROBES = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
+#: While something sent is not acknowledged, the kernel does not probe: it tries for 15 minutes. A server has these ms.
+_UNACKNOWLEDGED = (socket.TCP_USER_TIMEOUT, 60_000)
 _CLOSED = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 
 
@@ -160,11 +162,10 @@ class Connections:
 
     async def is_well(self, url: str, timeout_s: float) -> bool:
         """Return whether a page answers 200 within so many seconds."""
-        try:
+        with suppress(aiohttp.ClientError, TimeoutError):
             async with asyncio.timeout(timeout_s), self._session.get(url, allow_redirects=False) as answer:
                 return answer.status == 200
-        except (aiohttp.ClientError, TimeoutError):
-            return False
+        return False
 
 
 class _Connector(aiohttp.TCPConnector):
@@ -203,14 +204,14 @@ class _Connector(aiohttp.TCPConnector):
         if (lost := protocol.closed) is not None:
             lost.add_done_callback(_reset_of)
         if protocol.transport is not None:
-            probe(protocol.transport.get_extra_info("socket"))
+            probe(protocol.transport.get_extra_info("socket"), _UNACKNOWLEDGED)
         return protocol
 
 
-def probe(peers: socket.socket) -> None:
+def probe(peers: socket.socket, *options: tuple[int, int]) -> None:
     """Have the kernel notice that the machine at the other end, of this socket or of those it accepts, has vanished."""
     peers.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in _PROBES:
+    for option, value in (*_PROBES, *options):
         peers.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
