@@ -198,6 +198,16 @@ def test_the_proxys_readiness_waits_longer_than_the_proxy_for_a_server() -> None
     assert PROXY.probes["readiness"]["timeoutSeconds"] > parse(PROXY.command[1:])[0].connect_timeout_s
 
 
+def test_a_busy_d_does_not_take_the_proxy_out_of_its_service() -> None:
+    """It waits for D's health less long than D's own probe does."""
+
+    def patience_s(workload: Workload) -> int:
+        probe = workload.probes["readiness"]
+        return int(probe["periodSeconds"] * probe["failureThreshold"])
+
+    assert patience_s(PROXY) > 2 * patience_s(D)
+
+
 def test_p_has_time_to_drain_before_vllm_and_kubernetes_kill_it() -> None:
     shutdown_s = int(P.option("--shutdown-timeout"))
     drain_s = connector(P).drain_timeout_s
