@@ -17,15 +17,19 @@ if TYPE_CHECKING:
 class BlockDemand:
     """Knows what requests need of the device's blocks. Owns no blocks. Belongs to the scheduler's thread."""
 
-    def __init__(self, blocks: DeviceBlocks, groups: Sequence[Retention]) -> None:
+    def __init__(self, blocks: DeviceBlocks, groups: Sequence[Retention], draft_tokens: int = 0) -> None:
         """Start with nobody waiting.
 
         Args:
             blocks: of the device.
             groups: what vLLM keeps of a request in every cache group.
+            draft_tokens: for how many tokens the first step of a request that drafts has blocks, besides its own.
         """
         self.blocks = blocks
         self.groups = groups
+        #: Blocks that stay free when a load begins. Nobody whose tokens have arrived can be preempted, and without room
+        #: for drafts none of them runs: they would wait for each other for ever.
+        self.kept_from_loads = sum(-(-draft_tokens // group.block_tokens) for group in groups)
         self._asked: Request | None = None  # the last one that is to be given blocks in this step
         #: The request that was given none in the last step, though it was its turn; None if all were given theirs.
         self.left_out: Request | None = None
@@ -41,6 +45,11 @@ class BlockDemand:
     def has_room_for(self, request: "Request") -> bool:
         """Return whether so many are free as a request needs."""
         return self.has_room(self.blocks_of(request))
+
+    def can_be_loaded(self, request: "Request") -> bool:
+        """Return whether blocks will ever be free to load a request. If not, they may be to compute it."""
+        needed = self.blocks_of(request)
+        return not needed <= self.blocks.total < needed + self.kept_from_loads
 
     def asked(self, request: "Request") -> None:
         """Note that a request is to be given blocks next, whatever it needs them for."""

@@ -57,6 +57,7 @@ from pd_connector.vllm.device_blocks import DeviceBlocks
 from pd_connector.vllm.engine_config import (
     EngineRole,
     data_parallel_index,
+    draft_tokens,
     drafts_keep_caches,
     drafts_late,
     engine_ranks,
@@ -119,7 +120,7 @@ class ConnectorScheduler:
         if installed.current().declares_layouts:
             log_layout(vllm_config, installed.current().layout_of(kv_cache_config))
         self._blocks = DeviceBlocks()
-        self._demand = BlockDemand(self._blocks, self._retentions)
+        self._demand = BlockDemand(self._blocks, self._retentions, draft_tokens(vllm_config))
         self._engine = EngineLoop()
         self._workers = Workers(workers_of(vllm_config))
         self._tier: HostTier | None = None  # when all workers are known
@@ -185,6 +186,7 @@ class ConnectorScheduler:
         pass_over = _never if has_siblings() else self._passed_over.pass_over
         self._blocks.bind(kv_cache_manager, self._release_device_blocks, to_pull, self._device_was_reset, pass_over)
         check_cache_manager(self._vllm_config, self._blocks, self._retentions)
+        installed.current().keep_from_loads(kv_cache_manager, self._demand.kept_from_loads)
         if self._states:
             consumer = self._consumer if self.finds_longer_hits and not has_siblings() else None
             self._blocks.find_longer_hits(_never if consumer is None else consumer.look_ups.may_lack_state)
@@ -231,7 +233,7 @@ class ConnectorScheduler:
         missing = 0
         for role in self._roles:
             missing += role.missing_tokens(request, computed_tokens + missing)
-        return missing
+        return missing if self._demand.can_be_loaded(request) else 0
 
     def allocated(self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int) -> None:
         """Start loading and pulling into the blocks that a request was given."""

@@ -245,6 +245,17 @@ def drafts_keep_caches(vllm_config: "VllmConfig") -> bool:
     return speculative is not None and speculative.method not in _WITHOUT_CACHES
 
 
+def draft_tokens(vllm_config: "VllmConfig") -> int:
+    """Return for how many tokens a request's first step that drafts has blocks besides its own, at most.
+
+    Those that vLLM takes for drafts that it has yet to make, the one that is sampled, and those that are drafted then,
+    for which some methods need one more.
+    """
+    speculative = vllm_config.speculative_config
+    number = int(speculative.num_speculative_tokens or 0) if speculative is not None else 0
+    return 2 * (number + 1) if number else 0
+
+
 def arithmetic(vllm_config: "VllmConfig") -> str:
     """Return what decides on the numbers with which a worker computes, besides its files: quantization and device.
 

@@ -151,6 +151,9 @@ class VllmRelease:
             allow_partial_hash_hits=False,  # slots are copied whole
         )
 
+    def keep_from_loads(self, manager: "KVCacheManager", blocks: int) -> None:
+        """Have so many blocks stay free when tokens begin to be loaded or pulled. Since 0.31, vLLM sees to it."""
+
     def prefill_lookahead(self, vllm_config: "VllmConfig", device: "KVCacheManager") -> int:
         """Return how many tokens past the computed ones a draft model reads during prefill."""
         return int(vllm_config.num_prefill_lookahead_tokens)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pd_connector.vllm.free_queue import FreeQueueCursor
 from pd_connector.vllm.releases.newest import wrap
-from pd_connector.vllm.releases.release_030 import Release030
+from pd_connector.vllm.releases.release_030 import KEPT, Release030
 
 if TYPE_CHECKING:
     import torch
@@ -284,11 +284,15 @@ def _with_room_for_what_was_loaded(allocate: Callable[..., Any]) -> Callable[...
     """
 
     def allocate_slots(self: "KVCacheManager", request: "Request", *args: Any, **named: Any) -> Any:
-        if not named.get("delay_cache_blocks") or "reserved_blocks" in named:
+        if not named.get("delay_cache_blocks"):
+            return allocate(self, request, *args, **named)
+        kept = getattr(self, KEPT, 0)
+        if "reserved_blocks" in named:
+            named["reserved_blocks"] += kept
             return allocate(self, request, *args, **named)
         lacking = {each: blocks for each in getattr(self, _LOADED, ()) if (blocks := _lacking_blocks(self, each))}
         named.setdefault("full_sequence_must_fit", True)
-        blocks = allocate(self, request, *args, **named, reserved_blocks=sum(lacking.values()))
+        blocks = allocate(self, request, *args, **named, reserved_blocks=sum(lacking.values()) + kept)
         setattr(self, _LOADED, (*lacking, request) if blocks is not None else tuple(lacking))
         return blocks
 

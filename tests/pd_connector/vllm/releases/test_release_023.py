@@ -217,6 +217,17 @@ def test_a_scheduler_that_says_what_must_stay_free_is_left_to_itself() -> None:
     assert loads.begin(loads.request("second", 7), 6, reserved_blocks=0)
 
 
+@pytest.mark.parametrize("said", [{}, {"reserved_blocks": 0}], ids=["vllm-ascend", "vLLM"])
+def test_room_for_drafts_stays_free_whoever_says_what_else_must(said: dict[str, int]) -> None:
+    loads = Loads(Setup(device_blocks=12))
+    Release023().keep_from_loads(loads.manager, 2)
+    first = loads.request("first", 7)
+    assert loads.begin(first, 7, **said)
+    assert not loads.begin(loads.request("second", 3), 3, **said), "four are free"
+    assert loads.begin(loads.request("third", 2), 2, **said)
+    assert loads.allocate(loads.manager, first, 1) is not None, "its first draft"
+
+
 # What vLLM does not do
 
 
