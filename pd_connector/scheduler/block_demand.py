@@ -48,6 +48,8 @@ class BlockDemand:
 
     def can_be_loaded(self, request: "Request") -> bool:
         """Return whether blocks will ever be free to load a request. If not, they may be to compute it."""
+        if not self.kept_from_loads:
+            return True
         needed = self.blocks_of(request)
         return not needed <= self.blocks.total < needed + self.kept_from_loads
 
