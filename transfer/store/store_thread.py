@@ -44,6 +44,7 @@ class StoreThread:
         self._clock = clock
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._late_at: float | None = None  # when the job under way has taken too long
+        self._timeout_s = 0.0  # of that job
         self._closed_until = 0.0
         self._store: ObjectStore | None = None  # of the thread
         self._is_spoiled = False  # bytes may still come to its buffer
@@ -64,7 +65,7 @@ class StoreThread:
         """Have the thread do ``work``; the result is what it returns.
 
         It fails with StoreFailed without being begun if the store does not ``work``. ``timeout_s``: after which the
-        store counts as stuck. Whoever waits does not wait longer, and ``work`` may still go on.
+        store counts as stuck, unless the work ``goes_on``. Whoever waits does not wait longer, and it may still go on.
         """
         future: Future[T] = Future()
         if not self.works:
@@ -72,6 +73,10 @@ class StoreThread:
             return future
         self._jobs.put(_Job(work, timeout_s, future))
         return future
+
+    def goes_on(self) -> None:
+        """Note that the store has answered, so that the time of the job under way begins anew. For that job."""
+        self._late_at = self._clock() + self._timeout_s
 
     def close(self) -> None:
         """Begin nothing more."""
@@ -89,7 +94,8 @@ class StoreThread:
             if self._ends.is_set() or self._clock() < self._closed_until:
                 job.future.set_exception(StoreFailed("the pool is not used"))
                 continue
-            self._late_at = self._clock() + job.timeout_s
+            self._timeout_s = job.timeout_s
+            self.goes_on()
             try:
                 result = job.work(self._opened())
                 self._works_again()

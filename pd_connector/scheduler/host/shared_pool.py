@@ -59,7 +59,8 @@ _MAX_UNDER_WAY = 4  # requests that wait for the pool: a rank fetches for one af
 _OVERDUE_S = 0.05
 #: After a fetch is late, so that what has come meanwhile is found by others.
 _GRACE_S = 2.0
-_PUT_S, _PUT_BLOCKS, _MAX_PUTS = 5.0, 64, 2
+#: A put has so long, of so many blocks and of no more than so many bytes of a rank: 1 Gbit/s for eight ranks.
+_PUT_S, _PUT_BLOCKS, _PUT_BYTES, _MAX_PUTS = 5.0, 64, 64 << 20, 2
 _MAX_KNOWN = 1 << 16  # keys of blocks that need not be put
 
 
@@ -145,6 +146,8 @@ class SharedPool(PrefixSearch[_Asking, _Fetch]):
         self._fetches: dict[int, _Fetch] = {}  # one after the other, too
         self._fetch_due_at = math.inf  # that of the first of them
         self._to_put = PutQueue(tier)
+        largest = max(sum(form.size * form.shares for form in of_group) for of_group in forms)
+        self._put_blocks = max(1, min(_PUT_BLOCKS, _PUT_BYTES // max(largest, 1)))
         self._puts: dict[int, _Put] = {}
         self._known: LastFew[BlockHashWithGroupId, None] = LastFew(_MAX_KNOWN)  # in the pool, as far as known
         self._closed_until = -math.inf
@@ -430,7 +433,7 @@ class SharedPool(PrefixSearch[_Asking, _Fetch]):
 
     def _begin_put(self) -> None:
         """Put the next blocks: of a prompt, its end."""
-        taken, once_more = self._to_put.take(_PUT_BLOCKS)
+        taken, once_more = self._to_put.take(self._put_blocks)
         held = [(key, host) for key, host in zip(taken, self._host.holding(taken), strict=True) if host]
         self.counts["pool_blocks", "refused"] += len(once_more.difference(key for key, _ in held))
         if not held:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from layout.block_objects import ObjectForm, object_forms
@@ -59,7 +59,8 @@ class _Job:
     def __init__(self, order: PoolOrder, give_up_at: float) -> None:
         self.order = order
         self.give_up_at = give_up_at
-        self.missing: set[int] = set()
+        self.done = 0  # blocks of the order, the first ones, that need no more calls
+        self.missing: set[int] = set()  # of these, the indices of those that did not come, or were not kept
         self.moved_bytes = 0
         self.has_begun = False
         self._lock = threading.Lock()
@@ -83,6 +84,11 @@ class _Job:
             _GivenUp: as ``touch``.
         """
         self.touch(lambda: setattr(self, "has_begun", True))
+
+    @property
+    def ends(self) -> PoolEnds:
+        """How the order has ended if the pool works."""
+        return PoolEnds(1, frozenset(self.missing).union(range(self.done, len(self.order))))
 
     def give_up(self) -> None:
         """Let nothing touch the slots any more. It waits for a copy of one block at most."""
@@ -189,16 +195,15 @@ class PoolCopies(WorkerRole):
             error = None if is_late else future.exception()
             if error is not None and not isinstance(error, StoreFailed):
                 logger.error("PDConnector: blocks could not be %s, which is a bug", event, exc_info=error)
-            if is_late and not job.has_begun:  # others took long, which says nothing of the pool
-                ended[pool_id] = replace(PoolEnds.nothing(job.order), failed=False)
-                continue
-            if is_late:
+            # Others took long, or so many bytes do: that says nothing against the pool.
+            is_stuck = is_late and job.has_begun and not (job.done or job.moved_bytes)
+            if is_stuck:
                 logger.warning(
                     "PDConnector: %d blocks were not %s in time, so the pool is not used for a while: mooncake_client "
                     "is slow, or hangs", len(job.order.hashes), event,
                 )  # fmt: skip
-            failed = is_late or error is not None
-            ended[pool_id] = PoolEnds.nothing(job.order) if failed else PoolEnds(1, frozenset(job.missing))
+            failed = is_stuck or error is not None
+            ended[pool_id] = PoolEnds.nothing(job.order) if failed else job.ends
             self._stats.count("pool_bytes", job.moved_bytes, event)
             if failed:
                 self._stats.count("pool_failures", label=event)
@@ -226,6 +231,9 @@ class PoolCopies(WorkerRole):
             if wrong:
                 logger.warning("PDConnector: %d objects of the pool are not what they should be: removed", len(wrong))
                 store.remove(wrong)
+            job.done = calls[-1][0].index  # more of this one may come with the next call
+            self._fetcher.goes_on()
+        job.done = len(job.order)
 
     def _put(self, job: _Job, store: ObjectStore) -> None:
         """Put the objects of an order's blocks that it is this rank's turn to put. On a thread."""
@@ -240,6 +248,9 @@ class PoolCopies(WorkerRole):
                     job.moved_bytes += piece.size
                 else:
                     job.missing.add(one.index)
+            job.done = calls[-1][0].index
+            self._putter.goes_on()
+        job.done = len(job.order)
 
     def _objects_of(self, order: PoolOrder, *, own_turn: bool) -> Iterator[_Object]:
         """Yield the objects of an order's blocks; of those that several ranks hold, with ``own_turn``, the rank's."""

@@ -239,6 +239,17 @@ class TestFinding:
 
 
 class TestPutting:
+    def test_a_put_has_no_more_bytes_than_come_in_its_time(self, world: World) -> None:
+        with patch("pd_connector.scheduler.host.shared_pool._PUT_BYTES", 1):  # less than a block's
+            writer = an_engine(world)
+        compute(world, writer, FIRST)
+        sizes = []
+        for _ in range(80):
+            world.step()
+            sizes += [len(put.keys) for put in pool_of(writer)._puts.values()]
+        assert set(sizes) == {1}
+        assert counted(writer, "pool_blocks: put") == TURN // BLOCK
+
     def test_what_was_fetched_is_not_put_again(self, world: World) -> None:
         fill(world)
         reader = an_engine(world)

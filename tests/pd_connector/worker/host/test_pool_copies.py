@@ -1,6 +1,7 @@
 """A worker's part in a pool: bytes that go there and back, and stores that fail, hang and hold something else."""
 
 import logging
+import threading
 from collections.abc import Iterator
 from functools import partial
 
@@ -62,6 +63,21 @@ class Worker:
 
     def counted(self, name: str) -> int:
         return int((self.stats.take() or {"counts": {}})["counts"].get(name, 0))
+
+
+class StopsAfter(threading.Event):
+    """Lets a number of calls go on, each of which takes a while."""
+
+    def __init__(self, calls: int, clock: ManualClock, seconds: float) -> None:
+        super().__init__()
+        self._left, self._clock, self._seconds = calls, clock, seconds
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self._left -= 1
+        if self._left < 0:
+            return super().wait(timeout)
+        self._clock.advance(self._seconds)
+        return True
 
 
 @pytest.fixture
@@ -196,6 +212,26 @@ class TestTrouble:
         shared.goes_on.set()
         until(lambda: worker.copies._fetcher._late_at is None)
         assert worker.fetch() == PoolEnds(1), "the store is well"
+
+    @pytest.mark.parametrize("event", ["fetched", "put"])
+    def test_so_many_bytes_that_they_take_long_do_not_speak_against_the_pool(
+        self, worker: Worker, shared: SharedObjects, clock: ManualClock, event: str
+    ) -> None:
+        """What has come counts, and the next order is begun."""
+        if event == "put":
+            shared.objects.clear()
+        shared.goes_on = StopsAfter(2, clock, 0.4 * TIMEOUT_S)
+        calls = len(shared.calls)
+        worker.begin(**{"fetches" if event == "fetched" else "puts": (worker.order(2),)})
+        until(lambda: len(shared.calls) == calls + 3)
+        clock.advance(0.2 * TIMEOUT_S)
+        report = worker.copies.take_report()
+        (ends,) = (*report.fetches.values(), *report.puts.values())
+        assert ends == PoolEnds(1, frozenset({1, 2}))
+        assert worker.counted(f"pool_failures:{event}") == 0
+        worker.begin(fetches=(worker.order(3),))
+        shared.goes_on.set()
+        assert not worker.report().fetches[3].failed
 
     def test_once_it_is_closed_no_slot_is_touched(self, worker: Worker, shared: SharedObjects) -> None:
         """Host memory is given back before the threads are waited for."""
