@@ -235,7 +235,9 @@ class _DecodeWorkers:
             time.sleep(_LOOK_S)
             ends += [end for worker in self._workers for end in worker.take_ends()]
         if failed := next((end for end in ends if end.cause), None):
-            raise CheckFailed(f"{failed.cause}: {failed.reason}{_LOST if failed.cause == Cause.READ else ''}")
+            raise CheckFailed(
+                f"{failed.cause}: {failed.reason}{_LOST if failed.cause in (Cause.READ, Cause.TIMEOUT) else ''}"
+            )
         return ends
 
     def close(self) -> None:

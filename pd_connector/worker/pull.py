@@ -18,6 +18,7 @@ from pd_connector.worker.followed_prompt import FOLLOW_WAIT_S, FollowedPrompt
 from pd_connector.worker.lease_checksums import Interrupted
 from pd_connector.worker.peer import Peer, PullContext
 from pd_connector.worker.pull_end import (
+    LONGER,
     MIN_ANSWER_S,
     PullEnd,
     PullFailed,
@@ -330,7 +331,7 @@ class Pull:
         """Return the seconds that are left; raise PullFailed if none are."""
         left_s = self._deadline - self._context.clock()
         if left_s <= 0:
-            reason = f"the pull timeout of {self._context.pull_timeout_s} s was over before the read"
+            reason = f"the pull timeout of {self._context.pull_timeout_s} s was over before the read: {LONGER}"
             raise PullFailed(Cause.TIMEOUT, reason)
         return left_s
 
@@ -418,11 +419,18 @@ class Pull:
         except BaseException as error:
             peer.drop_link(rank, place)
             if isinstance(error, ReadFailed):
-                raise PullFailed(Cause.READ, f"prefill rank {rank}: {error}") from error
+                raise self._failed_read(rank, error) from error
             raise
         if held.release():
             self._held.remove(held)  # the link may be another pull's by the time that this one ends
         return RankRead(schedule, in_place - copying_s, in_place, isinstance(link, CudaIpcLink))
+
+    def _failed_read(self, rank: int, error: ReadFailed) -> PullFailed:
+        reason = f"prefill rank {rank}: {error}"
+        if self._context.clock() < self._deadline:
+            return PullFailed(Cause.READ, reason)
+        timeout_s = self._context.pull_timeout_s
+        return PullFailed(Cause.TIMEOUT, f"{reason}. The pull timeout of {timeout_s} s was over: {LONGER}")
 
     def _reach(self, before: tuple[int, int, bool]) -> tuple[int, int, bool]:
         """Return how far the prompt has ever been computed and read, in tokens, and whether it is complete."""

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from layout.staging import Schedule
+from pd_connector.engine_limits import ENGINE_LIMITS
 from pd_connector.orders import Cause, PullOrder, cause_of
 from pd_connector.params import contents_digest
 from pd_connector.progress import Progress
@@ -19,6 +20,9 @@ from transfer.errors import TransferError
 
 #: Minimum time for P's answer, even after the deadline: bytes that were read should not be wasted for a round trip.
 MIN_ANSWER_S = 1.0
+
+#: What to do about a pull that had too little time.
+LONGER = "if prompts are so long, or so many at a time, for this network, raise pull_timeout_s"
 
 
 def asks_to_wait(error: TransferError) -> bool:
@@ -177,7 +181,8 @@ def release_message(order: PullOrder, reader: int, readers: int, place: str = Pl
 
 
 _INVALID_REASONS: dict[str, str] = {
-    InvalidReason.EXPIRED: "had expired when the read was done, so its blocks may have changed",
+    InvalidReason.EXPIRED: "had expired when the read was done, so its blocks may have changed: it was not renewed in "
+    f"time, or is over {ENGINE_LIMITS.max_lease_age_s:g} s old, the most that a pull may take behind its prompt",
     InvalidReason.CANCELLED: "was cancelled before the read was done, so its blocks may have changed",
     InvalidReason.REVOKED: "gave way to other requests before the read was announced: the prefill engine was short of "
     "blocks",

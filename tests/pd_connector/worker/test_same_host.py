@@ -188,7 +188,7 @@ def test_a_copy_that_does_not_end_keeps_the_pull_until_it_does(site: Site) -> No
     until(lambda: len(ends) == 2, "the second pull has ended")
     end = ends[1]
     assert isinstance(end, UnsettledPull)
-    assert end.end.cause is Cause.READ
+    assert end.end.cause is Cause.TIMEOUT
     assert not any(read.release() for read in end.reads)
     here.ours.driver.running.set()
     until(lambda: all(read.release() for read in end.reads), "its reads have settled")
