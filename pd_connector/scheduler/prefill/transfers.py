@@ -24,11 +24,13 @@ from pd_connector.vllm.cache_specs import Retention
 from transfer.control.messages import Follow, Followed, SlotRange, TransferState
 from transfer.control.waiting_requests import NotYet
 
-#: How many transfers are remembered that were cancelled before their requests arrived, or have ended.
-_MAX_PAST = 2048
+#: How many transfers are remembered that were cancelled before their requests arrived, or have ended: 1 KB each.
+#: More than end at once when a decode engine does: its thousands must not push out what others are about to ask for.
+_MAX_PAST = 16_384
 
-#: How many block ids they have together, which take about 40 bytes each.
-_MAX_PAST_BLOCKS = 2**20
+#: How many block ids they have together, which take 8 bytes each: the numbers are those of vLLM's blocks. A prompt of a
+#: million tokens may have half a million, with all cache groups.
+_MAX_PAST_BLOCKS = 2**22
 
 #: For how long the end of a transfer is remembered: messages about it may be on their way.
 _REMEMBERED_S = 60.0

@@ -212,6 +212,21 @@ def test_the_past_is_bounded(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> Non
     assert isinstance(desk.ask(transfer_id="t9"), NotYet)
 
 
+def test_what_thousands_leave_behind_that_end_at_once_pushes_out_no_complete_prompt(desk: Desk) -> None:
+    """Who reads a range when the prompt is complete asks behind it."""
+    desk.open("complete")
+    desk.transfers.complete("complete", [range(1, 2**19), []])
+    for number in range(2):
+        desk.open(f"long{number}")
+        desk.transfers.complete(f"long{number}", [range(1, 2**19), []])
+    for number in range(8192):
+        desk.transfers.open(Prompt(f"t{number}", f"lease of t{number}", PromptIdentity(30, "00ff")))
+        desk.transfers.end(f"t{number}", "aborted")
+    told = desk.ask(transfer_id="complete", state=TransferState.COMPUTING)
+    assert isinstance(told, Followed)
+    assert told.state == TransferState.COMPLETE
+
+
 def test_the_blocks_of_past_prompts_are_bounded(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     """The newest is kept whatever its size."""
     monkeypatch.setattr(transfers, "_MAX_PAST_BLOCKS", 25)
@@ -248,7 +263,8 @@ def test_a_cancel_that_is_repeated_keeps_no_other_from_being_forgotten(desk: Des
     assert not desk.open("again")
 
 
-def test_cancels_of_what_never_comes_are_bounded(desk: Desk) -> None:
+def test_cancels_of_what_never_comes_are_bounded(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfers, "_MAX_PAST", 2048)
     desk.transfers.cancel([f"t{number}" for number in range(5000)])
     assert len(desk.transfers._cancelled) == 2048
     desk.transfers.cancel(["t7"])
