@@ -6,10 +6,12 @@ takes a thread only while there is something to read. Every pull ends exactly on
 """
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import NamedTuple
 
 from pd_connector.orders import Cause, PullOrder
 from pd_connector.params import EngineAddress
@@ -39,6 +41,14 @@ _LANE_IDLE_S = 60.0
 
 #: How long no further lane is opened after one could not open its links.
 _REST_S = 10.0
+
+
+class _Turn(NamedTuple):
+    """Of a pull that waits for a lane. Thousands may, and each that gets one is chosen among them all."""
+
+    since: float  # monotonic seconds
+    is_later: bool  # behind those whose requests wait for nothing else
+    tokens: int  # to be read
 
 
 class _Lane:
@@ -84,7 +94,7 @@ class PeerSession:
         self._address = address
         self._closing = threading.Event()
         self._changed = threading.Condition()  # guards what follows
-        self._waiting: dict[Pull, float] = {}  # for a lane, and since when; in that order
+        self._waiting: dict[Pull, _Turn] = {}  # for a lane, as they came
         self._running: dict[int, int] = {}  # tokens of the pulls that have a lane, by its number
         self._parked: set[Pull] = set()  # for an answer of the prefill engine
         self._lanes: dict[int, _Lane] = {}
@@ -143,7 +153,7 @@ class PeerSession:
             assert self._idle <= self._lanes.keys(), "a lane is idle that has ended"
             assert len(self._lanes) <= LANES, "there are too many lanes"
             assert self._running.keys() <= self._lanes.keys() - self._idle, "a pull has a lane that does not run it"
-            longs = sum(not self._is_short(tokens) for tokens in self._running.values())
+            longs = sum(tokens > self._most_short for tokens in self._running.values())
             assert longs < max(LANES, 2), "long pulls have all lanes"
             assert self._meeting is None or self._must_meet, "a lane shakes hands once more"
             assert self._meeting is None or self._meeting in self._lanes.values(), "nobody shakes hands"
@@ -271,15 +281,19 @@ class PeerSession:
     def _next_pull(self) -> Pull | None:
         """Return the pull that gets the next lane, if one may have it. Needs the lock."""
         is_last = 0 < len(self._running) == LANES - 1
-        waiting = [pull for pull in self._waiting if not is_last or self._is_short(pull.tokens_left)]
-        if not waiting:
+        most = self._most_short if is_last else math.inf
+        waiting = (each for each in self._waiting.items() if each[1].tokens <= most)
+        first = next(waiting, None)
+        if first is None:
             return None
-        if time.monotonic() - self._waiting[waiting[0]] >= _PATIENCE_S:
-            return waiting[0]
-        return min(waiting, key=lambda pull: (pull.is_ahead or pull.order.part, pull.tokens_left))
+        if time.monotonic() - first[1].since >= _PATIENCE_S:
+            return first[0]
+        return min((first, *waiting), key=lambda each: (each[1].is_later, each[1].tokens))[0]
 
-    def _is_short(self, tokens: int) -> bool:
-        return tokens <= max(_SHORT_TOKENS, _SHORT_SHARE * max(self._running.values(), default=0))
+    @property
+    def _most_short(self) -> float:
+        """Tokens of a short pull, at most."""
+        return max(_SHORT_TOKENS, _SHORT_SHARE * max(self._running.values(), default=0))
 
     def _park(self, pull: Pull, answer: "Future[Followed]") -> None:
         """Queue a pull again once its question has been answered."""
@@ -296,7 +310,8 @@ class PeerSession:
 
     def _enqueue(self, pull: Pull) -> None:
         """Queue a pull for the next free lane. With the lock held."""
-        self._waiting[pull] = time.monotonic()
+        is_later = pull.is_ahead or pull.order.part > 0
+        self._waiting[pull] = _Turn(time.monotonic(), is_later, pull.tokens_left)
         self._open_spare_lane()
         self._changed.notify_all()
 

@@ -5,6 +5,7 @@ What a pull does is scripted here; real ones are in ``test_pull`` and ``test_pee
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -37,6 +38,18 @@ def test_pulls_begin_in_the_order_of_their_submission(world: ScriptedSession) ->
     assert not world.session.idle
     world.go_on.set()
     assert world.ended() == [("a", ""), ("b", ""), ("c", "")]
+
+
+def test_how_much_a_pull_reads_is_asked_no_more_often_where_many_wait(
+    world: ScriptedSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes the interpreter from the model, and thousands may wait."""
+    asked = Counter[str]()
+    tokens = property(lambda pull: (asked.update([pull.order.request_id]), 32)[1])
+    monkeypatch.setattr(ScriptedPull, "tokens_left", tokens)
+    world.submit(*(f"r{number}" for number in range(200)))
+    assert len(world.ended()) == 200
+    assert max(asked.values()) == 2
 
 
 def test_one_handshake_is_enough_for_all(world: ScriptedSession) -> None:
