@@ -87,12 +87,12 @@ class Quarantine:
         self._stats = stats
         self._clock = clock
         self._pulls: list[tuple[float, UnsettledPull]] = []  # with the time of arrival, oldest first
-        self._blocks = 0  # that they hold: to count them takes milliseconds
+        self._blocks: int | None = 0  # that they hold; None: to be counted anew, which takes milliseconds
 
     def add(self, pull: UnsettledPull) -> None:
         """Take a pull, which ``take_settled`` returns when it may be reported."""
         self._pulls.append((self._clock(), pull))
-        self._blocks = self._count()
+        self._blocks = None
         logger.warning(
             "PDConnector: request %s: %d blocks are in quarantine until %d reads have settled: %s",
             pull.order.request_id, len(pull.blocks), len(pull.reads), pull.end.reason,
@@ -116,7 +116,7 @@ class Quarantine:
             else:
                 held.append((since, pull))
         self._pulls = held
-        if ends:
+        if ends or self._blocks is None:
             self._blocks = self._count()
         self._stats.gauge_of_rank("quarantined_blocks", self._blocks, self)
         self._check_age()

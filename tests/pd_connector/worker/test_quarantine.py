@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from typing import Any
-from unittest.mock import create_autospec
+from unittest.mock import create_autospec, patch
 
 import numpy as np
 import pytest
@@ -241,6 +241,21 @@ def test_what_several_hold_on_a_rank_is_counted_together(world: LateWorld) -> No
     taken = stats.take()
     assert taken is not None
     assert taken["gauges"] == {"quarantined_blocks": 0}, "nobody asks it again"
+
+
+def test_blocks_are_counted_once_however_many_pulls_come_together(world: LateWorld) -> None:
+    """On the model's thread: where a network is cut, a thousand come, and each count takes milliseconds."""
+    held = Quarantine(StatsRecorder())
+    remote = world.prefill.prefill("r", ((5, 6),), tokens=33)
+    read = create_autospec(HeldRead, instance=True)
+    read.release.return_value = False
+    with patch.object(Quarantine, "_count", autospec=True, side_effect=Quarantine._count) as counting:
+        for number in range(3):
+            order = an_order(f"r{number}", remote, ((1, 2),), 0, 32)
+            held.add(UnsettledPull(order, PullEnd(order.request_id, Cause.READ, "as told"), [read]))
+        for _ in range(2):
+            assert not held.take_settled()
+    assert counting.call_count == 1
 
 
 def test_closing_the_engine_settles_what_is_in_quarantine(world: LateWorld) -> None:
