@@ -15,8 +15,14 @@ __all__ = ["PDConnector"]
 
 def __getattr__(name: str) -> Any:
     if name == "PDConnector":
-        from pd_connector.connector import PDConnector  # noqa: PLC0415  see above
+        try:
+            from pd_connector.connector import PDConnector  # noqa: PLC0415  see above
+        except ImportError as error:
+            from pd_connector.vllm.releases.installed import warning_if_untested  # noqa: PLC0415  as above
 
+            if warning := warning_if_untested():
+                error.add_note(warning)
+            raise
         return PDConnector
     if name in ("OffloadingConnector", "SimpleCPUOffloadConnector", "LMCacheMPConnector"):
         raise AttributeError(

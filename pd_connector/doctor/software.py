@@ -9,7 +9,7 @@ from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
 from pd_connector.doctor.findings import Check, CheckFailed, CheckSkipped, CheckWarned
-from pd_connector.vllm.releases.installed import TESTED, TESTED_ASCEND, tested_releases
+from pd_connector.vllm.releases.installed import TESTED_ASCEND, is_tested, tested_releases
 
 Installed = Callable[[str], str | None]
 
@@ -95,7 +95,7 @@ class Software:
                 raise CheckFailed(
                     f"{text}: vllm-ascend needs the vLLM of its own number, {'.'.join(map(str, _release(ascend)))}"
                 )
-        if _release(version) not in TESTED:
+        if not is_tested(version):
             raise CheckWarned(f"{text}, which the connector is not tested with: {tested_releases()} are")
         if ascend is not None and ascend.partition("+")[0] not in TESTED_ASCEND:
             tested = f"the connector is not tested with: {', '.join(TESTED_ASCEND)} are"

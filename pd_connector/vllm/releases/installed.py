@@ -4,6 +4,8 @@ import logging
 from functools import cache
 from typing import TypeAlias
 
+import packaging.version
+
 from pd_connector.vllm.releases.newest import VllmRelease
 from pd_connector.vllm.releases.release_023 import Release023
 from pd_connector.vllm.releases.release_030 import Release030
@@ -49,15 +51,35 @@ def tested_releases() -> str:
     return ", ".join(f"{major}.{minor}" for major, minor in TESTED)
 
 
-def warn_unless_tested() -> None:
-    """Log a warning if the connector is not tested with the installed release."""
+def is_tested(version: str) -> bool:
+    """Return whether the connector is tested with a vLLM of that version.
+
+    A build of later sources is named for the release before them: 0.33.1.dev7 is the seventh commit behind 0.33.0, and
+    may be all that becomes 0.34. One of the release's own sources, built with changed files, is 0.33.1.dev0.
+    """
+    try:
+        named = packaging.version.Version(version)
+    except packaging.version.InvalidVersion:
+        return False
+    return named.release[:2] in TESTED and not named.dev
+
+
+def warning_if_untested() -> str:
+    """Return what is to be known if the connector is not tested with the installed vLLM; empty if it is."""
     from vllm.version import __version__  # noqa: PLC0415
 
-    if installed_version() not in TESTED:
-        logger.warning(
-            "PDConnector: vLLM %s is not among the releases that this connector is tested with: %s. If it fails, "
-            "install one of these", __version__, tested_releases(),
-        )  # fmt: skip
+    if is_tested(__version__):
+        return ""
+    return (
+        f"PDConnector: vLLM {__version__} is not among the releases that this connector is tested with: "
+        f"{tested_releases()}. If it fails, install one of these"
+    )
+
+
+def warn_unless_tested() -> None:
+    """Log a warning if the connector is not tested with the installed vLLM."""
+    if warning := warning_if_untested():
+        logger.warning("%s", warning)
 
 
 def log_limits() -> None:

@@ -297,8 +297,8 @@ def wrap(owner: type, name: str, wrapper: Callable[[Callable[..., Any]], Callabl
 
     That may be a base of ``owner``, for which vllm-ascend puts a class of its own in vLLM's place.
     """
-    owner = next(each for each in owner.__mro__ if name in vars(each))
     method = getattr(owner, name)
+    owner = next(each for each in owner.__mro__ if name in vars(each))
     if not getattr(method, "wrapped_by_pd_connector", False):
         wrapped = wraps(method)(wrapper(method))
         wrapped.wrapped_by_pd_connector = True  # type: ignore[attr-defined]  # a mark on a function

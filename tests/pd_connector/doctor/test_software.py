@@ -98,7 +98,7 @@ def test_what_torch_has_of_an_npu_is_named() -> None:
     assert software(NPU, "npu").torch() == "2.10.0, built for NPUs, torch-npu 2.10.0"
 
 
-@pytest.mark.parametrize("version", ["0.34.1", "0.1.dev1", "0.29.0"])
+@pytest.mark.parametrize("version", ["0.34.1", "0.33.1.dev7", "0.1.dev1", "0.29.0"])
 def test_a_release_that_is_not_tested_is_a_warning(version: str) -> None:
     with pytest.raises(CheckWarned, match=r".") as warning:
         software({"vllm": version}, "13").vllm()

@@ -5,12 +5,16 @@ pd_connector.vllm.releases.release_031.
 """
 
 import logging
+import sys
+import traceback
 
 import pytest
 from vllm.distributed.kv_events import BlockStored
+from vllm.v1.core.sched.scheduler import Scheduler
 
+import pd_connector
 from pd_connector.vllm.releases import installed as installed_release
-from pd_connector.vllm.releases.newest import VllmRelease
+from pd_connector.vllm.releases.newest import VllmRelease, wrap
 from pd_connector.vllm.releases.release_023 import Release023
 from pd_connector.vllm.releases.release_030 import Release030
 from pd_connector.vllm.releases.release_031 import Release031
@@ -67,17 +71,40 @@ def test_a_build_that_does_not_know_its_version_is_taken_for_the_newest(
 
 
 @pytest.mark.parametrize(
-    ("version", "warned"), [("0.29.1", True), ("0.30.2", False), ("0.33.0", False), ("0.34.0", True), ("dev", True)]
+    ("version", "warned"),
+    [
+        ("0.29.1", True),
+        ("0.30.2", False),
+        ("0.30.0+empty", False),
+        ("0.33.0", False),
+        ("0.33.1.dev0+d20261130", False),  # the sources of 0.33.0, built with changed files
+        ("0.33.1.dev7+g0123abc", True),  # later ones, in which all may be otherwise
+        ("0.34.0", True),
+        ("0.1.dev1+g0123abc", True),
+        ("dev", True),
+    ],
 )
 def test_a_start_on_another_release_warns_of_it(
     version: str, warned: bool, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ) -> None:
-    numbers = (0, 0, version) if version == "dev" else tuple(int(number) for number in version.split("."))
     monkeypatch.setattr("vllm.version.__version__", version)
-    monkeypatch.setattr("vllm.version.__version_tuple__", numbers)
     installed_release.warn_unless_tested()
     told = [record.getMessage() for record in log.records if record.levelno == logging.WARNING]
     assert [version in line and "0.30, 0.31, 0.32, 0.33" in line for line in told] == [True] * warned
+
+
+def test_an_import_that_fails_on_another_release_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM imports the connector before it constructs it, which is when it would warn."""
+    monkeypatch.setattr("vllm.version.__version__", "0.34.0")
+    monkeypatch.setitem(sys.modules, "pd_connector.connector", None)  # as if one of vLLM's names were gone
+    with pytest.raises(ImportError) as failed:
+        pd_connector.PDConnector  # noqa: B018  what vLLM asks for
+    assert "vLLM 0.34.0 is not among the releases" in "".join(traceback.format_exception(failed.value))
+
+
+def test_a_method_that_another_release_lacks_is_named() -> None:
+    with pytest.raises(AttributeError, match=r"Scheduler.*gone"):
+        wrap(Scheduler, "gone", lambda method: method)
 
 
 @pytest.mark.parametrize("of", [Release023(), Release030(), Release031(), VllmRelease()])
