@@ -47,6 +47,8 @@ RING_TOKENS = (1 << 31) - 1
 _TILE = 128
 #: A part of a token's content that no kernel writes: what an earlier use of the block has left there.
 PADDING = "padding"
+#: Ways to accept drafts that take none which the model would not say, or, to measure speed, take any.
+_EXACT = ("standard", "block", "synthetic")
 #: How vLLM keeps states that the connector knows: one of each request, or also those at the borders of blocks.
 _STATE_MODES = ("none", "align")
 
@@ -396,12 +398,16 @@ def _may_be_missing(vllm_config: "VllmConfig", layer: str) -> bool:
     That is so of the layers that draft tokens, if drafts are sampled greedily: vLLM then accepts a draft token with the
     probability that the model gives it, and samples from the model otherwise, whatever was drafted. Where draft
     probabilities are part of that decision, they must be numbers; but a draft whose cache lacks the prefix attends to
-    what its blocks last held, which with cache groups of several precisions may not be numbers at all.
+    what its blocks last held, which with cache groups of several precisions may not be numbers at all. FLy (vLLM 0.33)
+    takes tokens that only the draft would say: of a draft that has seen nothing of the prompt, too.
 
     A layer that is not recognized as a draft's is treated as one of the model's.
     """
     speculative = vllm_config.speculative_config
-    return speculative is not None and speculative.draft_sample_method == "greedy" and _is_of_draft(vllm_config, layer)
+    if speculative is None or speculative.draft_sample_method != "greedy":
+        return False
+    is_exact = getattr(speculative, "rejection_sample_method", "standard") in _EXACT
+    return is_exact and _is_of_draft(vllm_config, layer)
 
 
 def _is_of_draft(vllm_config: "VllmConfig", layer: str) -> bool:

@@ -231,6 +231,17 @@ def test_a_draft_must_be_complete_if_its_probabilities_count_or_its_blocks_may_h
     assert not layer_spec(model_config(draft_heads=2, sampling="probabilistic"), layer, FULL).optional
 
 
+@pytest.mark.parametrize(
+    ("accepted", "may_be_missing"), [("standard", True), ("block", True), ("synthetic", True), ("fly", False)]
+)
+def test_a_draft_must_be_complete_if_what_the_model_would_not_say_is_accepted_of_it(
+    accepted: str, may_be_missing: bool
+) -> None:
+    drafting = model_config(draft_heads=2)
+    drafting.speculative_config.rejection_sample_method = accepted
+    assert layer_spec(drafting, "mtp.layers.0.self_attn.attn", FULL).optional is may_be_missing
+
+
 # What vLLM keeps
 
 
