@@ -51,6 +51,7 @@ OTHER_DRAFT = (
     "; the layer drafts tokens: start both engines with the same model in --speculative-config, or the remote one "
     "without drafts"
 )
+_PACKING = ": kernels order or scale a block in another way; run the same release of vLLM on the same kind of processor"
 _RING_ROWS = (
     ": a ring of a request's last tokens has rows for drafts, or fills a block; start both with the same "
     "num_speculative_tokens in --speculative-config, and with the same --block-size"
@@ -139,6 +140,8 @@ def check_planes(local: Plane, remote: Plane) -> None:
 
 def _way_out(field: str, plane: Plane) -> str:
     """Return which option makes a field of a plane equal on both engines; empty if it is not known."""
+    if field == "packing":
+        return _PACKING
     if field == "content" and plane.dtype and plane.total_heads == 1:  # every rank has all of a ring
         return _RING_ROWS
     if field in ("item_size", "dtype"):

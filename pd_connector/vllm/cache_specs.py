@@ -45,6 +45,10 @@ _SLIDING = ("SlidingWindowSpec", "SlidingWindowMLASpec", "AscendSlidingWindowMLA
 RING_TOKENS = (1 << 31) - 1
 #: Items of a quantised latent vector that share a scale.
 _TILE = 128
+#: Bytes of an FP8 indexer's row: 128 values and their scale.
+_SCALED_INDEX = 132
+#: Bytes of the rows that only DeepSeek V4.1 has, on some GPUs: in FP8 and in NVFP4, with their scales.
+_V41_ROWS = (528, 288)
 #: A part of a token's content that no kernel writes: what an earlier use of the block has left there.
 PADDING = "padding"
 #: Ways to accept drafts that take none which the model would not say, or, to measure speed, take any.
@@ -336,13 +340,18 @@ def _packing(spec: Any) -> str:
     """Return a name for a block's inner order, if the strides of its tensor do not tell where each token is.
 
     A sparse indexer's block, and any of DeepSeek V4's, has the values of all tokens first and then their scales.
-    vllm-ascend passes a tensor for each.
+    vllm-ascend passes a tensor for each. What releases and GPUs order or scale in other ways has other names.
     """
     if _is_of_ascend(spec):
         return ""
+    is_scaled = _is_mla(spec) and int(spec.head_size) * int(spec.dtype.itemsize) == _SCALED_INDEX
+    if is_scaled and current().scales_indexer_by_mx():
+        return "mx_sparse_indexer"
     if str(getattr(getattr(spec, "cache_role", ""), "value", "")) == "indexer":
         return "sparse_indexer"
-    return str(getattr(spec, "model_version", None) or "")
+    version = str(getattr(spec, "model_version", None) or "")
+    by_token = getattr(spec, "state_content_bytes", None) in _V41_ROWS and current().keeps_scales_by_token
+    return f"{version}_by_token" if version and by_token else version
 
 
 def _total_heads(vllm_config: "VllmConfig", spec: Any, layer: str) -> int:

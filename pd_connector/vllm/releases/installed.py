@@ -10,6 +10,7 @@ from pd_connector.vllm.releases.newest import VllmRelease
 from pd_connector.vllm.releases.release_023 import Release023
 from pd_connector.vllm.releases.release_030 import Release030
 from pd_connector.vllm.releases.release_031 import Release031
+from pd_connector.vllm.releases.release_032 import Release032
 
 #: A child of vLLM's logger, so that vLLM's handlers and level apply.
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -31,11 +32,10 @@ def current() -> VllmRelease:
 
 def release_of(version: Version | None) -> VllmRelease:
     """Return the release of a version, or the one nearest to it; the newest if the version is not known."""
-    if version is None or version >= (0, 32):
+    if version is None or version >= (0, 33):
         return VllmRelease()
-    if version >= (0, 30):
-        return Release031() if version >= (0, 31) else Release030()
-    return Release023()
+    since = {(0, 32): Release032, (0, 31): Release031, (0, 30): Release030}
+    return next((release() for first, release in since.items() if version >= first), Release023())
 
 
 def installed_version() -> Version | None:

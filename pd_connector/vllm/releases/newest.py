@@ -1,4 +1,4 @@
-"""vLLM 0.32 and 0.33, and the interface behind which the supported releases differ.
+"""vLLM 0.33, and the interface behind which the supported releases differ.
 
 vLLM's names are imported where they are used, because other releases may not have them.
 """
@@ -54,6 +54,8 @@ class VllmRelease:
     serves_loaded_first = True
     #: Whether a block that is not full may have a key, of a part of its tokens.
     names_parts = True
+    #: Whether DeepSeek V4.1's caches of packed rows keep the scales of each token behind its values.
+    keeps_scales_by_token = True
 
     def hook(self) -> None:
         """Add to vLLM's scheduler classes what the connector needs, and they lack. Idempotent.
@@ -174,6 +176,12 @@ class VllmRelease:
     def hidden_scales(self, spec: Any) -> str:
         """Return what of a cache neither its tensors nor ``spec`` show, in words; empty if nothing."""
         return ""
+
+    def scales_indexer_by_mx(self) -> bool:
+        """Return whether an FP8 indexer keeps a token's scale as UE8M0 bytes on this device, not as a float32."""
+        from vllm.utils.deep_gemm import mqa_logits_use_mx_scales  # noqa: PLC0415  only models with an indexer have it
+
+        return bool(mqa_logits_use_mx_scales())
 
     def cpu_writer(self, vllm_config: "VllmConfig", block_tokens: int, head_size: int) -> "Write":
         """Return the kernel by which vLLM's CPU attention writes to the cache, for one head and one block.

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pd_connector.vllm.releases.newest import VllmRelease
+from pd_connector.vllm.releases.release_032 import Release032
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionBackend, MultipleOf
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
 
-class Release031(VllmRelease):
+class Release031(Release032):
     """vLLM 0.31. Its metrics do not tell where tokens came from, and no method says how many tokens it caches."""
 
     limits: tuple[str, ...] = (

@@ -39,7 +39,9 @@ from vllm.v1.kv_cache_interface import (
 from pd_connector.vllm import cache_specs
 from pd_connector.vllm.cache_specs import LayerSpec, Retention, check_served, layer_spec, retention
 from pd_connector.vllm.engine_config import UnsupportedError
+from pd_connector.vllm.releases.newest import VllmRelease
 from pd_connector.vllm.releases.release_023 import Release023
+from pd_connector.vllm.releases.release_032 import Release032
 from tests.support.connector.stated import model_config
 
 SIZES: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
@@ -156,6 +158,35 @@ def test_a_block_whose_scales_follow_the_values_of_all_tokens_is_packed() -> Non
     assert layer_spec(model_config(), "l", indexer).packing == "sparse_indexer"
     assert layer_spec(model_config(), "l", replace(WINDOWED_MLA, model_version="deepseek_v4")).packing == "deepseek_v4"
     assert layer_spec(model_config(), "l", MLA).packing == ""
+
+
+class _OnSM100(VllmRelease):
+    def scales_indexer_by_mx(self) -> bool:
+        return True
+
+
+class _Before033OnSM100(Release032):
+    """There, too, vLLM 0.32 scales by a float32."""
+
+
+@pytest.mark.parametrize(
+    ("release", "indexer", "of_v4", "rows"),
+    [
+        (_OnSM100(), "mx_sparse_indexer", "mx_sparse_indexer", "deepseek_v4_by_token"),
+        (_Before033OnSM100(), "sparse_indexer", "", "deepseek_v4"),
+    ],
+    ids=["0.33", "0.32"],
+)
+def test_what_vllm_033_orders_and_scales_in_another_way_has_another_name(
+    monkeypatch: pytest.MonkeyPatch, release: VllmRelease, indexer: str, of_v4: str, rows: str
+) -> None:
+    monkeypatch.setattr(cache_specs, "current", lambda: release)
+    key = replace(MLA, head_size=132, dtype=torch.uint8)
+    assert layer_spec(model_config(), "l", replace(key, cache_role=SparseCacheRole.INDEXER)).packing == indexer
+    assert layer_spec(model_config(), "l", key).packing == of_v4
+    packed = replace(MLA, dtype=torch.uint8, model_version="deepseek_v4", state_content_bytes=528)
+    assert layer_spec(model_config(), "l", packed).packing == rows
+    assert layer_spec(model_config(), "l", replace(packed, state_content_bytes=584)).packing == "deepseek_v4"
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from pd_connector.vllm.releases.newest import VllmRelease, wrap
 from pd_connector.vllm.releases.release_023 import Release023
 from pd_connector.vllm.releases.release_030 import Release030
 from pd_connector.vllm.releases.release_031 import Release031
+from pd_connector.vllm.releases.release_032 import Release032
 from tests.support.host_tier.setup import CONFIG, Setup, make_manager, make_request
 from tests.support.releases import INSTALLED, since
 
@@ -34,7 +35,7 @@ SERVED = {
     (0, 23): Release023,
     (0, 30): Release030,
     (0, 31): Release031,
-    (0, 32): VllmRelease,
+    (0, 32): Release032,
     (0, 33): VllmRelease,
 }
 
@@ -107,7 +108,7 @@ def test_a_method_that_another_release_lacks_is_named() -> None:
         wrap(Scheduler, "gone", lambda method: method)
 
 
-@pytest.mark.parametrize("of", [Release023(), Release030(), Release031(), VllmRelease()])
+@pytest.mark.parametrize("of", [Release023(), Release030(), Release031(), Release032(), VllmRelease()])
 def test_what_a_release_cannot_give_is_said_at_start(
     of: VllmRelease, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ) -> None:
