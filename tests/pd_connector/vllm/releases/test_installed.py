@@ -1,7 +1,7 @@
 """vLLM releases behind the interface of the connector: the installed one answers with the objects of vLLM.
 
 Covers: pd_connector.vllm.releases.newest, pd_connector.vllm.releases.release_030,
-pd_connector.vllm.releases.release_031.
+pd_connector.vllm.releases.release_031, pd_connector.vllm.releases.release_032.
 """
 
 import logging
