@@ -27,6 +27,7 @@ from tests.support.e2e.fixtures import Acquaintance, meet
 from tests.support.e2e.pair import Pair, Traffic, make_prompt, make_text, wait_until_at_rest
 from tests.support.e2e.router_bodies import AT_ONCE, IN_TURN
 from tests.support.e2e.routers import CHATS_TOO, answer, running, text_answered
+from tests.support.examples.balancer import Balancer
 from tests.support.examples.harness import ProxyProcess
 from tests.support.examples.minimal import MinimalProxy
 from tests.support.process import free_ports
@@ -116,6 +117,28 @@ class TestProxy:
         for prompt, completion in zip(prompts, completions, strict=True):
             pulls.assert_right(completion, prompt)
         assert proxy.count('pd_proxy_legs_total{legs="together"}') == len(prompts)
+
+    def test_prefill_servers_behind_one_url_share_the_prompts(self, servers: dict[str, Server], pulls: Pair) -> None:
+        """As a Service of Kubernetes has them, which chooses one for each connection."""
+        p = [servers[name].client for name in ("P", "P other")]
+        prompts = [make_prompt(100 + 90 * number, ("behind one URL", number)) for number in range(12)]
+        with ExitStack() as stack:
+            balancer = Balancer(stack, *(each.base_url for each in p))
+            legs = ["--prefill", balancer.url, "--decode", servers["D"].client.base_url]
+            proxy = Proxy(stack.enter_context(ProxyProcess(["-m", "pd_proxy", *legs])))
+            stack.callback(proxy.client.close)
+            with pulls.traffic() as traffic, ThreadPoolExecutor(4) as clients:
+                before = [each.metrics().value("vllm:pd_leases_total", event="granted") for each in p]
+                completions = list(clients.map(proxy.client.complete, prompts))
+                granted = [
+                    each.metrics().value("vllm:pd_leases_total", event="granted") - was
+                    for each, was in zip(p, before, strict=True)
+                ]
+            for prompt, completion in zip(prompts, completions, strict=True):
+                pulls.assert_right(completion, prompt)
+            assert min(granted) >= 2
+            assert traffic.failures() == 0
+            assert traffic.pulled("pulls") >= len(prompts) - 2  # each P is proven by one that D computes
 
     @pytest.mark.parametrize("legs", ["together", "in-turn"])
     def test_the_choices_of_a_request_share_one_pull(self, proxied: Proxied, pulls: Pair, legs: str) -> None:

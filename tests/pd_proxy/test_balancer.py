@@ -26,10 +26,10 @@ def test_a_server_that_has_left_gets_no_requests_over_old_connections(
 ) -> None:
     """However busy these are. Kubernetes leaves them alone, and vLLM that drains takes requests, and aborts them."""
     monkeypatch.setattr(connection_pool, "_OLDEST_S", 0.0)
-    new, balancer = setup.server(decodes), Balancer(stack, d)
+    new, balancer = setup.server(decodes), Balancer(stack, d.url)
     proxy = setup.proxy([p], [balancer.url])
     assert proxy.complete().status_code == 200
-    balancer.servers = [new]
+    balancer.servers = [new.url]
     assert [proxy.complete().status_code for _ in range(3)] == [200] * 3
     assert (len(d.received), len(new.received)) == (1, 3)
 
@@ -38,10 +38,10 @@ def test_one_that_has_come_gets_its_share(
     setup: ProxySetup, stack: ExitStack, p: FakeServer, d: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection_pool, "_OLDEST_S", 0.0)
-    new, balancer = setup.server(decodes), Balancer(stack, d)
+    new, balancer = setup.server(decodes), Balancer(stack, d.url)
     proxy = setup.proxy([p], [balancer.url])
     assert proxy.complete().status_code == 200
-    balancer.servers.append(new)
+    balancer.servers.append(new.url)
     assert [proxy.complete().status_code for _ in range(4)] == [200] * 4
     assert len(new.received) == 2
 
@@ -51,7 +51,7 @@ def test_young_connections_are_used_again(
 ) -> None:
     monkeypatch.setattr(connection_pool, "_OLDEST_S", math.inf)
     monkeypatch.setattr(connection_pool, "_IDLE_CONNECTION_S", 600.0)
-    balancer = Balancer(stack, d)
+    balancer = Balancer(stack, d.url)
     proxy = setup.proxy([p], [balancer.url])
     assert [proxy.complete().status_code for _ in range(3)] == [200] * 3
     assert balancer.taken == 1

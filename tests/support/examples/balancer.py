@@ -5,14 +5,14 @@ import itertools
 from contextlib import ExitStack
 from urllib.parse import urlsplit
 
-from tests.support.examples.fake_servers import FakeServer, Loop
+from tests.support.examples.fake_servers import Loop
 
 
 class Balancer:
     """Takes connections, and passes each on to the next of its servers until one end closes it."""
 
-    def __init__(self, stack: ExitStack, *servers: FakeServer) -> None:
-        """Run until ``stack`` is closed."""
+    def __init__(self, stack: ExitStack, *servers: str) -> None:
+        """Run until ``stack`` is closed. ``servers``: their URLs."""
         self.servers = list(servers)  # that take new connections; the old ones stay where they are
         self.taken = 0  # connections
         self._turn = itertools.count()
@@ -29,7 +29,7 @@ class Balancer:
         self._passing.add(task)
         self.taken += 1
         server = self.servers[next(self._turn) % len(self.servers)]
-        there, back = await asyncio.open_connection("127.0.0.1", urlsplit(server.url).port)
+        there, back = await asyncio.open_connection("127.0.0.1", urlsplit(server).port)
         try:
             ends = [asyncio.ensure_future(_pass_on(reader, back)), asyncio.ensure_future(_pass_on(there, writer))]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
